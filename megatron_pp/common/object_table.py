@@ -44,7 +44,7 @@ class ObjectTable(Generic[Value]):
     def items(self) -> list[tuple[Any, Value]]:
         """The entries whose keys are alive."""
         found = []
-        for number, entry in list(self._entries.items()):
+        for number, entry in self._entries.copy().items():  # a copy collects no garbage half way, as a list may
             key = entry[0]()
             if key is not None:
                 found.append((key, entry[1]))

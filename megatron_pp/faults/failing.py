@@ -260,7 +260,8 @@ class Failing:
 
     def _stall_failure(self, here: Progress, why: str, suspects: tuple[int, ...]) -> Failure:
         now = time.monotonic()
-        seen = {rank: (peer.progress, now - peer.moved_at) for rank, peer in self.guard.heartbeat.peers.seen.items()}
+        peers = self.guard.heartbeat.peers.seen.copy()  # its thread may add one
+        seen = {rank: (peer.progress, now - peer.moved_at) for rank, peer in peers.items()}
         plan = self._plan()
         if plan is not None and not suspects:
             in_step = {r: p for r, (p, _) in {**seen, self.guard.rank: (here, 0.0)}.items() if p.state == IN_STEP}

@@ -88,7 +88,14 @@ def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
         except Exception as error:  # the parent decides; this set of ranks is not used again
             if os.environ.get("MEGATRON_RUNNER_TRACEBACK"):
                 traceback.print_exc()
-            pipe.send(("error", f"{type(error).__name__}: {error}"))
+            place = f" ({_place_of(error)})" if job.check else ""
+            pipe.send(("error", f"{type(error).__name__}: {error}{place}"))
+
+
+def _place_of(error: Exception) -> str:
+    """Where a check raised it: the traceback stays in the rank's process."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return ", called by ".join(f"{frame.name} in {frame.filename}:{frame.lineno}" for frame in reversed(frames))
 
 
 def serve() -> None:

@@ -1,4 +1,9 @@
-"""Replaces objects under every name that imported modules have for them, and finds what else refers to them."""
+"""Replaces objects under every name that imported modules have for them, and finds what else refers to them.
+
+Tables of modules and names are copied before they are read. Until Python 3.12, ``list(table.items())`` may collect
+garbage half way: a finalizer, or another thread, that imports a module then makes it raise RuntimeError. A dict's
+``copy`` runs no Python code.
+"""
 
 import gc
 import sys
@@ -12,11 +17,11 @@ _ELSEWHERE = sys.stdlib_module_names | {"torch", "numpy", "sympy", "mpmath", "ne
 def replace_names(replacements: Sequence[tuple[Any, Any]]) -> None:
     """For each (old, new), put ``new`` in place of ``old`` in all modules, also in those that imported the name."""
     by_id = {id(old): new for old, new in replacements}
-    for path, module in list(sys.modules.items()):
+    for path, module in sys.modules.copy().items():
         names = None if path.partition(".")[0] in _ELSEWHERE else getattr(module, "__dict__", None)
-        if not isinstance(names, dict) or by_id.keys().isdisjoint(map(id, list(names.values()))):
+        if not isinstance(names, dict) or by_id.keys().isdisjoint(map(id, names.copy().values())):
             continue
-        for name, value in list(names.items()):
+        for name, value in names.copy().items():
             if id(value) in by_id:
                 setattr(module, name, by_id[id(value)])
 
@@ -24,7 +29,7 @@ def replace_names(replacements: Sequence[tuple[Any, Any]]) -> None:
 def replace_in(names: dict[str, Any], replacements: Sequence[tuple[Any, Any]]) -> None:
     """``replace_names`` for ``names``, the names of one module."""
     by_id = {id(old): new for old, new in replacements}
-    for name, value in list(names.items()):
+    for name, value in names.copy().items():
         if id(value) in by_id:
             names[name] = by_id[id(value)]
 

@@ -244,3 +244,42 @@ def test_a_step_of_a_model_in_a_v_is_not_handed_back(caplog: pytest.LogCaptureFi
         with pytest.raises(ScheduleInputError, match=r"does not serve .*'slots'.* built for stages in a v"):
             schedule(**CALL | {"model": chunks}, slots=2)
         assert schedule(**CALL | {"model": chunks[:1]}, slots=2) == "theirs"
+
+
+class ImportsAtItsEnd:
+    """Garbage from the beginning. Each time it is collected, until ``over``, it adds a module, and another one like
+    itself."""
+
+    def __init__(self, names: list[str], over: threading.Event) -> None:
+        self.itself, self.names, self.over = self, names, over
+
+    def __del__(self) -> None:
+        if not self.over.is_set():
+            self.names.append(f"imported_by_a_finalizer_{len(self.names)}")
+            sys.modules[self.names[-1]] = types.ModuleType(self.names[-1])
+            vars(sys.modules[SCHEDULES])[self.names[-1]] = None
+            ImportsAtItsEnd(self.names, self.over)
+
+
+def test_a_finalizer_may_import_a_module_while_names_are_replaced(
+    schedules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`list(sys.modules.items())` raises there until Python 3.12, where it collects garbage half way."""
+    many = {f"one_of_many_{number}": types.ModuleType("one") for number in range(4000)}  # Python keeps 2000 free tuples
+    thresholds = gc.get_threshold()
+    names: list[str] = []
+    over = threading.Event()
+    with monkeypatch.context() as changed:
+        for name, module in many.items():
+            changed.setitem(sys.modules, name, module)
+        ImportsAtItsEnd(names, over)
+        try:
+            gc.set_threshold(100)
+            megatron_core.install()
+            megatron_core.uninstall()
+        finally:
+            over.set()
+            gc.set_threshold(*thresholds)
+    for name in names:
+        del sys.modules[name]
+    assert names, "no garbage was collected: the test tests nothing"

@@ -64,7 +64,7 @@ def _taken_getters(schedules: ModuleType, installed: Sequence[Any]) -> Iterator[
 
 
 def _megatrons_modules() -> list[tuple[str, ModuleType]]:
-    return [(path, module) for path, module in list(sys.modules.items()) if path.partition(".")[0] == "megatron"]
+    return [(path, module) for path, module in sys.modules.copy().items() if path.partition(".")[0] == "megatron"]
 
 
 def report_unused(schedules: ModuleType, installed: Sequence[Any]) -> None:
