@@ -29,14 +29,24 @@ def add_hooked(parameter: Tensor, grad: Tensor) -> None:
     if main_grad is not None:
         main_grad.add_(grad)
         return
-    dtype = getattr(parameter, "grad_dtype", parameter.dtype)  # FSDP2's: wider, from torch 2.15 on; None: any
-    if dtype is not None and grad.dtype != dtype:
-        grad = grad.to(dtype)
+    grad = in_its_dtype(parameter, grad)
     if parameter.grad is None:
         like = grad.is_sparse or grad.stride() == parameter.stride()
         parameter.grad = grad if like else torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
     else:
         parameter.grad.add_(grad)
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype | None:
+    """The dtype to which autograd casts a parameter's gradients before it adds them up; None: it casts none. FSDP2 sets
+    a wider one under mixed precision, from torch 2.15 on."""
+    return getattr(parameter, "grad_dtype", parameter.dtype)
+
+
+def in_its_dtype(parameter: Tensor, grad: Tensor) -> Tensor:
+    """The gradient as autograd adds it to the others of ``parameter``."""
+    dtype = gradient_dtype(parameter)
+    return grad if dtype is None or grad.dtype == dtype else grad.to(dtype)
 
 
 def add_and_fire(parameter: Tensor, grad: Tensor | None) -> None:
@@ -49,7 +59,7 @@ def add_and_fire(parameter: Tensor, grad: Tensor | None) -> None:
     if frozen:
         return
     if grad is not None and not has_main_grad:
-        torch.autograd.backward([parameter], [grad.to(parameter.dtype)])
+        torch.autograd.backward([parameter], [in_its_dtype(parameter, grad)])
         return
     had_grad = parameter.grad is not None
     if has_main_grad:
@@ -95,6 +105,8 @@ def new_leaf(parameter: Tensor, arrived: Callable[[Tensor, Tensor], None]) -> Te
     else:  # a subclass with its own dispatch: only its detach() can copy it
         leaf = parameter.detach().requires_grad_()
         leaf.__dict__.update(parameter.__dict__)
+    if (dtype := gradient_dtype(parameter)) != leaf.dtype:
+        leaf.grad_dtype = dtype
     setattr(leaf, _BEHIND, parameter)
     if parameter._backward_hooks:
         torch.Tensor.register_hook(leaf, partial(_when_asked_for, get_gradient_edge(leaf).node, parameter))

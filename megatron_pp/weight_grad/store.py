@@ -23,6 +23,8 @@ from megatron_pp.weight_grad.parameter_leaf import (
     add_and_fire,
     add_silently,
     follow,
+    gradient_dtype,
+    in_its_dtype,
     new_leaf,
     take_gradient,
 )
@@ -279,8 +281,8 @@ class WeightGradStore:
                     grad, complete = sums.add(task, parameter, grad)
                     if not complete:
                         continue
-                elif grad is not None and grad.dtype is not parameter.dtype:
-                    grad = grad.to(parameter.dtype)
+                elif grad is not None:
+                    grad = in_its_dtype(parameter, grad)
                 self._deliver(parameter, grad)
 
     def _deliver(self, parameter: Tensor, grad: Tensor | None) -> None:
@@ -318,16 +320,18 @@ class _Sums:
         self._sums: dict[tuple[int, int], dict[torch.dtype, Tensor]] = {}  # autocast adds in the lower precision first
 
     def add(self, task: int, parameter: Tensor, grad: Tensor | None) -> tuple[Tensor | None, bool]:
-        """Add one gradient. With the last one, returns (the sum in the parameter's dtype, True)."""
+        """Add one gradient. With the last one, returns (the sum in the dtype of the parameter's gradient, True)."""
         key = (task, id(parameter))
         self._to_come[key] -= 1
         if grad is not None:
+            if gradient_dtype(parameter) is not parameter.dtype:
+                grad = in_its_dtype(parameter, grad)
             sums = self._sums.setdefault(key, {})
             sums[grad.dtype] = sums[grad.dtype].add_(grad) if grad.dtype in sums else grad
         if self._to_come[key]:
             return None, False
         total: Tensor | None = None
         for part in self._sums.pop(key, {}).values():
-            part = part.to(parameter.dtype)
+            part = in_its_dtype(parameter, part)
             total = part if total is None else total + part
         return total, True

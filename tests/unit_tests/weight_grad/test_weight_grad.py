@@ -16,7 +16,7 @@ from megatron_pp.errors import WeightGradError
 from megatron_pp.weight_grad import WeightGradStore, linear, split_weight_grad
 from megatron_pp.weight_grad.linear import DeferredLinear
 from megatron_pp.weight_grad.parameter_leaf import add_hooked
-from tests.unit_tests.weight_grad.habits import MICROBATCHES, VOCAB, Everything
+from tests.unit_tests.weight_grad.habits import MICROBATCHES, VOCAB, WIDTH, Everything, Habit
 from tests.unit_tests.weight_grad.steps import assert_same, count_hooks, gradients, new, run_split, step, step_on_ones
 
 # -- the same numbers; ``test_habits.py`` has those of one step --------------------------------------------------------
@@ -37,6 +37,66 @@ def test_gradients_add_up_in_the_dtype_that_a_parameter_asks_for() -> None:
     assert theirs is not None
     assert ours.dtype == theirs.dtype == torch.float32
     assert torch.equal(ours, theirs)
+
+
+class _WideGradient(torch.autograd.Function):
+    """A product whose gradient for the weight is in float32, as of a kernel that accumulates in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.float() * weight.float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return (grad * weight.float()).to(x.dtype), (grad * x.float()).sum((0, 1))
+
+
+class _InBfloat16(Habit):
+    """A linear layer that runs ``times`` times, and a product with a vector of its own."""
+
+    dtype = torch.bfloat16
+    times = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.repeated = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        for _ in range(self.times):
+            x = self.repeated(torch.tanh(x))
+        y: Tensor = _WideGradient.apply(x, self.scale)
+        return y
+
+
+class _TwiceInBfloat16(_InBfloat16):
+    times = 2
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch keeps gradients as their parameter is")
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
+@pytest.mark.parametrize("kind", [_InBfloat16, _TwiceInBfloat16])
+def test_the_gradient_of_each_backward_has_the_dtype_that_a_parameter_asks_for(
+    kind: type[_InBfloat16], dtype: torch.dtype | None, split: bool
+) -> None:
+    """Autograd casts gradients to it before it adds up those of one backward."""
+    expected, model = new(kind), new(kind)
+    assert isinstance(model, _InBfloat16)
+    for one in (expected, model):
+        for parameter in one.parameters():
+            parameter.grad_dtype = dtype
+    store = split_weight_grad(model)
+    for _ in range(2):
+        step(expected, None)
+        step(model, store, (split,) * MICROBATCHES)
+    assert_same(gradients(expected), gradients(model))
+    assert model.scale.grad is not None
+    assert model.scale.grad.dtype is (dtype or torch.float32)
 
 
 def test_two_steps_without_zero_grad_give_twice_the_gradient() -> None:
