@@ -36,15 +36,15 @@ __all__ = ["Point", "Timeline", "figure", "front", "png", "render_html", "simula
 def figure(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> Figure:
     """The timelines on one time axis as a matplotlib figure.
 
-    ``width`` is in pixels, by default what the labels need (900 to 2800); ``dark``: on dark paper. Raises
-    MegatronPPError where matplotlib is missing.
+    ``width`` is in pixels; by default the labels determine it (900 to 2800). ``dark`` draws on dark paper. Raises
+    MegatronPPError if matplotlib is missing.
     """
     return _with_matplotlib().figure(timelines, width, dark)
 
 
 def svg(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> str:
-    """The figure as SVG: the same timelines give the same text. On dark paper also where the reader prefers it. Raises
-    as ``figure``."""
+    """The figure as SVG. The same timelines give the same text. A viewer that prefers dark colours shows it on dark
+    paper. Raises as ``figure`` does."""
     figures = _with_matplotlib()
     title = ", ".join(timeline.title for timeline in timelines)
     ranks = max(len(t.lanes) for t in timelines)
@@ -52,14 +52,15 @@ def svg(timelines: Sequence[Timeline], width: int | None = None, dark: bool = Fa
 
 
 def png(timelines: Sequence[Timeline], width: int | None = None, dark: bool = False) -> bytes:
-    """The figure as PNG, with two dots a pixel. Raises as ``figure``, and PlanError where it would be too large."""
+    """The figure as PNG, with two dots a pixel. Raises as ``figure`` does, and PlanError if it would be too large."""
     figures = _with_matplotlib()
     return figures.as_png(partial(figures.figure, timelines, width, dark))
 
 
 def front(points: Sequence[Point], limit: float, as_png: bool = False) -> str | bytes:
-    """Steps against memory as SVG or PNG: what ``megatron-pp advise --plot`` writes. ``limit``: GB of a device. Raises
-    as ``figure``.
+    """A chart of step time against memory as SVG or PNG; ``megatron-pp advise --plot`` writes it.
+
+    ``limit`` is the memory of a device in GB. Raises as ``figure`` does.
     """
     figures = _with_matplotlib()
     drawing = partial(front_figure, points, limit)
@@ -67,7 +68,7 @@ def front(points: Sequence[Point], limit: float, as_png: bool = False) -> str | 
 
 
 def require_matplotlib() -> None:
-    """Raises MegatronPPError where it is missing."""
+    """Raises MegatronPPError if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -75,7 +76,7 @@ def require_matplotlib() -> None:
 
 
 def _with_matplotlib() -> ModuleType:
-    """The module that draws with matplotlib, which takes long to load and may be missing."""
+    """The module that draws with matplotlib. It is imported late: matplotlib takes long to load and may be missing."""
     require_matplotlib()
     from megatron_pp.tools.draw import figures
 

@@ -1,10 +1,10 @@
 """A timeline in Chrome's trace event format, which https://ui.perfetto.dev and chrome://tracing open.
 
-One process per rank, with a thread for compute, one for waits, four for transfers sent and received, joined by arrows,
-and where there are any two for copies to host memory and back, and two for collectives of replicas; memory is a
-counter, in bytes or microbatches. Everything has the name of its instruction in the plan; a transfer is the sender's
-``SEND_F0.3`` and the receiver's ``RECV_F0.3``. Several steps of one run follow each other, with a thread for their
-names.
+Each rank is a process. It has a thread for compute, one for waits, and four for transfers sent and received; arrows
+join both ends of a transfer. If the step has copies to host memory, there are two more threads for copies to the host
+and back; if it has collectives of replicas, two more for them. Memory is a counter, in bytes or microbatches. Each
+event has the name of its instruction in the plan: a transfer is ``SEND_F0.3`` at the sender and ``RECV_F0.3`` at the
+receiver. Several steps of one run follow each other; one more thread has their names.
 """
 
 import json
@@ -19,14 +19,14 @@ from megatron_pp.tools.draw.timeline import COLLECTIVES, COPIES, Lane, Timeline
 
 _COMPUTE, _WAITS, _SENT_ACT, _SENT_GRAD, _GOT_ACT, _GOT_GRAD = range(6)
 _STEPS = 6
-_STRIPS = {  # by thread: its name, what it has, and the pair of kinds that it belongs to
+_STRIPS = {  # thread: (its name, the operations it shows, the pair of kinds that it belongs to)
     7: ("copies to host memory", COPIES[0], COPIES),
     8: ("copies back", COPIES[1], COPIES),
     9: ("unshards", COLLECTIVES[0], COLLECTIVES),
     10: ("gradient reductions", COLLECTIVES[1], COLLECTIVES),
 }
 _THREADS = "compute", "waits", "activations sent", "gradients sent", "activations received", "gradients received"
-_MICROS = 1e3  # microseconds in a millisecond; a slot is shown as one
+_MICROS = 1e3  # microseconds in a millisecond; a slot is shown as one millisecond
 
 
 def render_chrome_trace(timeline: Timeline) -> str:
@@ -35,7 +35,7 @@ def render_chrome_trace(timeline: Timeline) -> str:
 
 
 def render_chrome_steps(title: str, steps: Sequence[tuple[str, float, Timeline]]) -> str:
-    """JSON of several steps of the same ranks: (name, when it began, in the unit of its timeline, the timeline)."""
+    """JSON of several steps of the same ranks. A step is (name, start time in the timeline's unit, timeline)."""
     events = chain.from_iterable(_step(name, began, timeline) for name, began, timeline in steps)
     return _document(title, chain(_names(steps[0][2]), events))
 
@@ -80,7 +80,7 @@ def _events(timeline: Timeline, began: float, prefix: str) -> Iterator[dict[str,
 
 
 def _post(what: str, t: Transfer, chunk: int | None) -> str:
-    """As the plan has it. ``chunk``: None where a tensor with a name comes from a stage that is not beside its own."""
+    """The post's name in the plan. ``chunk`` is None if a named tensor comes from a stage that is not a neighbour."""
     op = f"{what}_{t.kind}"
     return op if chunk is None else str(placed(op, t.stage, t.mb, NONE, chunk, t.part))
 

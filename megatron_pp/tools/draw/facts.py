@@ -1,4 +1,4 @@
-"""Words and numbers of a drawing: its heading, its summary and its legend, the same in every style."""
+"""The heading, summary and legend of a drawing, the same in every style."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 class LegendEntry(NamedTuple):
     """An entry of the legend.
 
-    kind     an operation, SHADES (no colour), or another of the names above, which are colours of a Theme
-    colours  of an operation, from the first chunk's to the last one's
+    kind     an operation; SHADES, which has no colour; or another name above, which is a colour of a Theme
+    colours  the colours of an operation, from the first chunk to the last; empty for other kinds
     """
 
     kind: str
@@ -25,13 +25,13 @@ class LegendEntry(NamedTuple):
 
 
 def name_in_words(num_chunks: int, sliced: bool = False) -> str:
-    """What the numbers in names of blocks are, by an example."""
+    """An example of a block's name, with the meaning of its numbers."""
     words = "F3 microbatch 3" if num_chunks == 1 else "F1.3 chunk 1, microbatch 3"
     return f"{words}, s2 slice 2 of it" if sliced else words
 
 
 def legend_entries(timelines: Sequence[Timeline]) -> list[LegendEntry]:
-    """Every colour in the drawings, with what it means."""
+    """Every colour in the drawings, with its meaning."""
     entries = []
     for op in OPERATIONS:
         chunks = {(c, t.num_chunks) for t in timelines if op in t.ops for c in range(t.num_chunks)}
@@ -57,7 +57,7 @@ def legend_entries(timelines: Sequence[Timeline]) -> list[LegendEntry]:
 
 
 def costs_line(timelines: Sequence[Timeline]) -> str:
-    """What compute and transfers take: ``a microbatch on a rank takes F 1, B 2 slots; transfers take no time``."""
+    """The times of compute and transfers: ``a microbatch on a rank takes F 1, B 2 slots; transfers take no time``."""
     unit = timelines[0].unit
     parts = []
     for op in OPERATIONS:
@@ -71,7 +71,7 @@ def costs_line(timelines: Sequence[Timeline]) -> str:
 
 
 def _times(timeline: Timeline, op: str) -> list[float]:
-    """Of every rank that runs ``op``, the mean time through all its chunks, of all slices."""
+    """For each rank that runs ``op``: its mean time for one microbatch, with all its chunks and all slices."""
     times = []
     for lane in timeline.lanes:
         lengths = [e.end - e.start for e in lane.compute if e.instruction.op == op]
@@ -130,12 +130,12 @@ def value_ticks(most: float, in_bytes: bool) -> list[tuple[float, str]]:
 
 
 def short(value: float) -> str:
-    """Three digits, or all before the decimal point."""
+    """The number with three significant digits; from 100 on, with all digits before the decimal point."""
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}" if abs(value) < 10_000 else f"{value:.0f}"
 
 
 def counted(number: float, noun: str, plural: str = "s") -> str:
-    """``1 transfer``, ``2000 transfers``; a number that is not whole in short."""
+    """``1 transfer``, ``2000 transfers``. A number that is not whole is written by ``short``."""
     text = f"{number:.0f}" if number == int(number) else short(number)
     return f"{text} {noun}{'' if number == 1 else plural}"
 

@@ -1,4 +1,4 @@
-"""Timelines below each other on one time axis, each with the memory of its ranks: a matplotlib figure, SVG, PNG.
+"""Timelines below each other on one time axis, each with the memory of its ranks, as matplotlib figure, SVG or PNG.
 
 Positions are in pixels from the top left corner. Text in an SVG stays text, and the same drawing gives the same bytes.
 """
@@ -28,27 +28,30 @@ from megatron_pp.tools.draw import facts
 from megatron_pp.tools.draw.palette import DARK, LIGHT, OPERATIONS, Colour, Theme, block_colour, block_name, ink_on
 from megatron_pp.tools.draw.timeline import COLLECTIVES, COPIES, Lane, Timeline, pieces, thinned
 
-_DOTS = 2  # of a PNG, per pixel
+_DOTS = 2  # dots of a PNG per pixel
 _MOST_DOTS, _MOST_SIDE = 10**8, 2**16 - 1
 _TEXT = 12.0  # pixels
 _LEFT, _RIGHT = 62.0, 14.0
 _ROW, _ROW_GAP, _STRIP, _CURVES, _GAP = 22.0, 5.0, 3.0, 64.0, 22.0
 _FAMILY = "'DejaVu Sans', Verdana, Arial, sans-serif"
-_LARGEST, _STACKED = 11.0, 9.5  # font sizes in pixels, at most, of labels in one line and in two
+_LARGEST, _STACKED = 11.0, 9.5  # the largest font sizes, in pixels, of labels in one line and in two lines
 _GOOD, _SMALLEST = 7.5, 6.0
 _NARROWEST, _USUAL, _WIDEST = 900, 1400, 2800  # pictures, in pixels
 _ROOM = 3.0  # pixels around a label
-_MEASURE = 100.0  # the font size that widths are measured at
-_RC = {"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "megatron_pp"}  # over the defaults
+_MEASURE = 100.0  # the font size at which widths are measured
+_RC = {"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "megatron_pp"}
 
 
 def as_svg(drawing: Callable[[], Figure], title: str, ranks: int = 1) -> str:
-    """The figure that ``drawing`` makes, of 72 dots an inch. What it draws on light paper is on dark paper where the
-    reader prefers that; ``ranks``: of a memory chart."""
+    """The SVG of the figure that ``drawing`` makes, at 72 dots an inch.
+
+    A viewer that prefers dark colours shows a light figure on dark paper. ``ranks`` is the number of ranks in a memory
+    chart.
+    """
     out = io.StringIO()
     with style.context(["default", _RC]):
         FigureCanvasSVG(drawing()).print_svg(out, metadata={"Title": title, "Date": None, "Creator": None})
-    # Sizes in pixels, the font once instead of at every text, and no rotations by nothing.
+    # Sizes become pixels, the font is named once instead of at every text, and rotations by 0 degrees are removed.
     svg = re.sub(r'width="([\d.]+)pt" height="([\d.]+)pt"', r'width="\1" height="\2"', out.getvalue(), count=1)
     svg = re.sub(r' transform="rotate\(-0 [^"]*"|; font-family: [^;]*', "", svg)
     svg = svg.replace("*{", f"*{{font-family: {_FAMILY}; ", 1)
@@ -56,7 +59,8 @@ def as_svg(drawing: Callable[[], Figure], title: str, ranks: int = 1) -> str:
 
 
 def _in_the_dark(svg: str, ranks: int) -> str:
-    """Rules that replace the light theme's colours. Only paths are of the colour of paper; white labels stay."""
+    """CSS rules that replace the light theme's colours. The paper's colour is replaced in paths only, so that white
+    labels stay white."""
     if f"fill: {DARK.paper.hex}" in svg:
         return ""
     pairs = [*zip(LIGHT, DARK, strict=True), *zip(_ramp(LIGHT, ranks), _ramp(DARK, ranks), strict=True)]
@@ -75,7 +79,8 @@ def _ramp(theme: Theme, ranks: int) -> list[Colour]:
 
 
 def as_png(drawing: Callable[[], Figure]) -> bytes:
-    """The figure that ``drawing`` makes, with two dots a pixel. Raises PlanError where it would be too large."""
+    """The PNG of the figure that ``drawing`` makes, with two dots a pixel. Raises PlanError if it would be too
+    large."""
     out = io.BytesIO()
     with style.context(["default", _RC]):
         drawn = drawing()
@@ -83,8 +88,8 @@ def as_png(drawing: Callable[[], Figure]) -> bytes:
         across, down = (round(side) for side in drawn.get_size_inches() * drawn.dpi)
         if max(across, down) > _MOST_SIDE or across * down > _MOST_DOTS:
             raise PlanError(
-                f"the PNG would have {across} x {down} dots; it may have {_MOST_SIDE} a side and {_MOST_DOTS:,} in "
-                "all: draw fewer schedules, less wide, or as HTML, which has no limit"
+                f"the PNG would have {across} x {down} dots; at most {_MOST_SIDE} dots a side and {_MOST_DOTS:,} in "
+                "all are possible. Draw fewer schedules, a narrower picture, or HTML, which has no limit"
             )
         FigureCanvasAgg(drawn).print_png(out, metadata={"Software": None})
     return out.getvalue()
@@ -98,9 +103,9 @@ def figure(timelines: Sequence[Timeline], width: int | None = None, dark: bool =
 class Labels(NamedTuple):
     """How the blocks of one timeline are labelled.
 
-    size     of the font, in pixels
-    chunks   how many chunks labels distinguish, as in block_name: all, or 1 where the shade alone shows the chunk
-    stacked  the letter above the number
+    size     font size in pixels
+    chunks   number of chunks that labels distinguish, as in block_name: all, or 1 if only the shade shows the chunk
+    stacked  the letter stands above the number
     """
 
     size: float
@@ -118,12 +123,13 @@ def _measured(text: str, bold: bool) -> float:
 
 
 def text_width(text: str, size: float, bold: bool = False) -> float:
-    """Pixels that ``text`` takes in a font of ``size`` pixels."""
+    """The width of ``text`` in pixels, in a font of ``size`` pixels."""
     return _measured(text, bold) * size / _MEASURE
 
 
 def choose_labels(timeline: Timeline, scale: float) -> Labels:
-    """At ``scale`` pixels a unit: the first form in a good size, else the last one, in the smallest size at least."""
+    """The first form of label that has a good font size at ``scale`` pixels a unit of time; otherwise the last form,
+    no smaller than the smallest font size."""
     room = timeline.short_block * scale - _ROOM
     for form in _forms(timeline):
         size = room / _widest(timeline, form)
@@ -133,8 +139,10 @@ def choose_labels(timeline: Timeline, scale: float) -> Labels:
 
 
 def fitting_width(timelines: Sequence[Timeline], margins: float) -> int:
-    """The width at which all labels fit, in the first form that does so in a picture of usual width, else stacked
-    without chunk; where not even that fits, the usual width.
+    """The width of a picture in which all labels fit.
+
+    It tries the longest form of labels and the stacked form, up to the usual width; then the shortest form, up to the
+    widest picture. If no form fits, it returns the usual width.
     """
     end = max(t.end for t in timelines)
     for number, size, most in ((0, _GOOD, _USUAL), (1, _GOOD, _USUAL), (-1, _GOOD, _WIDEST), (-1, _SMALLEST, _WIDEST)):
@@ -150,7 +158,7 @@ def fitting_width(timelines: Sequence[Timeline], margins: float) -> int:
 
 
 def _forms(timeline: Timeline) -> Iterator[Labels]:
-    """Ways to write a label, the longest first."""
+    """The ways to write a label, the longest first."""
     yield Labels(1.0, timeline.num_chunks, stacked=False)
     yield Labels(1.0, timeline.num_chunks, stacked=True)
     if timeline.num_chunks > 1:
@@ -158,7 +166,7 @@ def _forms(timeline: Timeline) -> Iterator[Labels]:
 
 
 def _widest(timeline: Timeline, form: Labels) -> float:
-    """Width of the widest label, at the form's size."""
+    """The width of the widest label, in the form's font size."""
     number = f"{form.chunks - 1}." * (form.chunks > 1) + f"{timeline.num_microbatches - 1}"
     number += f"s{timeline.slices - 1}" * (timeline.slices > 1)
     lines = (line for op in timeline.ops for line in form.lines(op + number))
@@ -166,7 +174,7 @@ def _widest(timeline: Timeline, form: Labels) -> float:
 
 
 class _Picture:
-    """One figure with a single pair of axes over all of it, in pixels."""
+    """One figure. A single pair of axes, in pixels, covers it."""
 
     def __init__(self, timelines: Sequence[Timeline], width: float, theme: Theme) -> None:
         self.timelines = timelines
@@ -181,7 +189,7 @@ class _Picture:
         bottom = self._axis(self._panels(self._heading()))
         self.drawn = self._figure(bottom + 10)
 
-    # ---- primitives, collected first: the height of the figure follows from what is in it
+    # ---- primitives: they are collected first, because the height of the figure follows from its content
 
     def _box(self, x: float, y: float, width: float, height: float, colour: Colour, order: float = 2.0) -> None:
         left, top, right, bottom = round(x, 1), round(y, 1), round(x + width, 1), round(y + height, 1)
@@ -207,10 +215,10 @@ class _Picture:
             axes.add_artist(Text(x, y, text, va="baseline", zorder=4, parse_math=False, **look))
         return drawn
 
-    # ---- parts, from the top down
+    # ---- parts of the figure, from top to bottom
 
     def _heading(self) -> float:
-        """The costs and the legend; returns the y below them."""
+        """Writes the costs and the legend. Returns the y below them."""
         y = self._lines(22.0, facts.costs_line(self.timelines).split(" "), self.theme.ink)
         x, y = 10.0, y + 20
         for key in facts.legend_entries(self.timelines):
@@ -228,7 +236,7 @@ class _Picture:
     def _lines(
         self, y: float, parts: Sequence[str], colour: Colour, left: float = 10, between: str = " ", **look: Any
     ) -> float:
-        """As many of ``parts`` in each line as fit, from ``y`` on; returns the last baseline."""
+        """Writes ``parts`` from ``y`` on, as many in each line as fit. Returns the last baseline."""
         line = parts[0]
         for part in parts[1:]:
             if left + text_width(line + between + part, look.get("size", _TEXT), "bold" in look) > self.width - 10:
@@ -303,7 +311,7 @@ class _Picture:
                     self._text(x + width / 2 - 0.3, below, line, ink_on(colour), labels.size, "center")
 
     def _strip(self, spans: Iterable[tuple[float, float]], y: float, height: float, colour: Colour) -> None:
-        """Thin bars; those that touch are one."""
+        """Draws thin bars. Bars that touch are drawn as one."""
         left = right = -1.0
         for start, end in spans:
             start = _LEFT + start * self.scale
@@ -317,7 +325,7 @@ class _Picture:
             self._box(left, y, right - left, height, colour)
 
     def _memory(self, timeline: Timeline, most: float, y: float) -> float:
-        """A curve for each rank, all schedules to one scale."""
+        """Draws a memory curve for each rank. All schedules have the same scale."""
         floor = y + _CURVES
         for value, name in facts.value_ticks(most, timeline.memory_in_bytes):
             at = floor - value / most * (_CURVES - 6)

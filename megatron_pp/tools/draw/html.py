@@ -1,7 +1,8 @@
-"""Timelines as one HTML page without network access: zoom, hover, memory below each rank, light and dark; also tables.
+"""Timelines as one HTML page that needs no network: with zoom, hover texts, memory curves, light and dark colours, and
+tables.
 
-Blocks are drawn on a canvas from compressed columns: half a million of them take a few megabytes. Times are whole
-ticks, 2^31 per timeline.
+Blocks are drawn on a canvas from compressed columns: half a million blocks take a few megabytes. Times are whole ticks;
+a timeline has 2^31 ticks.
 """
 
 import base64
@@ -23,20 +24,23 @@ from megatron_pp.tools.draw.timeline import COLLECTIVES, COPIES, Lane, Timeline,
 
 _TICKS = 2**31
 _OF_SHARDS = [op for op in POST_OF if op in STAGE_OPS]
-# The page's numbers of operations, waits, and waits for copies and collectives of replicas: at most 8 each.
+# The numbers by which the page names operations, waits, and waits for copies and for collectives of replicas. A code
+# has three bits for the number, so there are at most 8 of each.
 _COMPUTE, _WAITS, _COPY_WAITS = (
     {op: k for k, op in enumerate(ops)}
     for ops in (OPERATIONS, [op for op in POST_OF if op not in STAGE_OPS], [*COPY_OF, *_OF_SHARDS])
 )
 _STRIPS = dict(zip(("offloads", "loads", "gathers", "scatters"), (*COPIES, *COLLECTIVES), strict=True))
 _MOST_CHUNKS, _MOST_MICROBATCHES = 2**9, 2**20
-_MOST_MEMORY_STEPS = 4000, 48_000  # per lane, and of all lanes; more are thinned, peaks kept
+_MOST_MEMORY_STEPS = 4000, 48_000  # per lane, and in all lanes; more steps are thinned, but keep their peaks
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # heading, column names, rows
 
 
 def render_html(timelines: Sequence[Timeline], title: str, tables: Sequence[Table] = (), charts: str = "") -> str:
-    """One page with ``timelines`` one below the other on a common time axis, ``charts``, which are HTML, before and
-    ``tables`` of text after them. Without timelines, as of a run that recorded no step, it has the others alone."""
+    """The page: first ``charts`` (HTML), then ``timelines`` below each other on one time axis, then ``tables`` of text.
+
+    A run that recorded no step has no timelines; its page has the charts and tables only.
+    """
     data = bytearray()
     most = max((t.most_memory for t in timelines), default=0.0)
     head = {
@@ -88,7 +92,7 @@ def _chart(number: int, timeline: Timeline) -> str:
 
 
 def _colours() -> str:
-    """The two themes as CSS: the reader's by default, or the one chosen with the button."""
+    """Both themes as CSS. The page takes the one that the reader's system prefers, until its button chooses one."""
     light, dark = (
         "".join(f"--{name}: {colour.hex}; " for name, colour in theme._asdict().items()) for theme in (LIGHT, DARK)
     )
@@ -108,7 +112,7 @@ def _table(heading: str, names: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 class _Columns:
-    """The columns of one timeline, one after another in ``data``; each is named by [offset in bytes, length]."""
+    """The columns of one timeline, one after another in ``data``. [offset in bytes, length] identifies a column."""
 
     def __init__(self, timeline: Timeline, data: bytearray) -> None:
         self.data = data
@@ -117,7 +121,7 @@ class _Columns:
         self.tick = self.end / _TICKS
 
     def add(self, typecode: str, values: Iterable[Any]) -> list[int]:
-        """Append a column of 32-bit values: ``I`` whole numbers, ``f`` floats (little-endian)."""
+        """Appends a column of little-endian 32-bit values: whole numbers (``I``) or floats (``f``)."""
         column, offset = array(typecode, values), len(self.data)
         self.data += column.tobytes()
         return [offset, len(column)]
@@ -140,7 +144,7 @@ class _Columns:
         }
 
     def _events(self, events: Sequence[Event], numbers: Mapping[str, int]) -> dict[str, list[int]]:
-        """Those of the operations that have ``numbers``."""
+        """The columns of the events whose operation has a number in ``numbers``."""
         shown = [event for event in events if event.instruction.op in numbers]
         codes = []
         for at in (event.instruction for event in shown):
@@ -152,7 +156,7 @@ class _Columns:
         return {**spans, "where": self.add("I", (t.target << 20 | t.stage for t in transfers))}
 
     def _slice_number(self, at: Instruction | Transfer) -> int:
-        """The number of a slice, counted through all microbatches; of a microbatch where sequences are whole."""
+        """The number of the slice, counted through all microbatches; the microbatch if sequences are not sliced."""
         return max(at.mb, 0) * self.slices + max(at.part, 0)
 
     def _spans(self, spans: Sequence[Event] | Sequence[Transfer], codes: list[int]) -> dict[str, list[int]]:
@@ -173,7 +177,7 @@ def _described(timeline: Timeline, data: bytearray) -> dict[str, Any]:
     """
     if timeline.num_chunks > _MOST_CHUNKS or timeline.num_microbatches * timeline.slices > _MOST_MICROBATCHES:
         raise PlanError(
-            f"the page shows at most {_MOST_CHUNKS} chunks and {_MOST_MICROBATCHES} microbatches, or slices of them"
+            f"the page shows at most {_MOST_CHUNKS} chunks and {_MOST_MICROBATCHES} microbatches (or slices of them)"
         )
     columns, (most, of_all) = _Columns(timeline, data), _MOST_MEMORY_STEPS
     most = min(most, of_all // len(timeline.lanes))

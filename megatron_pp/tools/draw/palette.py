@@ -1,6 +1,7 @@
-"""Colours and names of blocks, the same in every style. The palette of Okabe and Ito
-(https://jfly.uni-koeln.de/color/) suits colour-blind readers on light and on dark paper; chunks are shades of their
-operation's colour.
+"""Colours and names of blocks, the same in every style.
+
+The colours are the palette of Okabe and Ito (https://jfly.uni-koeln.de/color/). Colour-blind readers can tell them
+apart, on light and on dark paper. Chunks are shades of their operation's colour.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ class Colour(NamedTuple):
 
 WHITE = Colour(255, 255, 255)
 BLACK = Colour(0, 0, 0)
-# Colours (blue, orange, yellow, green, violet, red), names, and styles in 16 colours, where orange and yellow are one.
-# Their yellow is greener here, as it is close to the orange for deuteranopes, and their bluish green lighter, as it is
-# close to the blue for tritanopes.
+# Each operation has a colour (blue, orange, yellow, green, violet, red), a name, and a style for terminals of 16
+# colours.
+# Two colours differ from the palette of Okabe and Ito. The yellow is greener, because deuteranopes see theirs close to
+# the orange. The bluish green is lighter, because tritanopes see theirs close to the blue.
 _PASSES = (
     (Colour(144, 0, 240), "output layer, logits", "black on magenta"),
     (Colour(192, 48, 48), "output layer, weight gradient", "black on cyan"),
@@ -61,7 +63,7 @@ _LIGHTEST_CHUNK = 0.55
 
 
 class Theme(NamedTuple):
-    """The colours of a picture but for its blocks."""
+    """The colours of a picture, except those of its blocks."""
 
     paper: Colour
     ink: Colour  # text
@@ -75,7 +77,7 @@ class Theme(NamedTuple):
     load: Colour
     gather: Colour  # collectives of data-parallel replicas
     scatter: Colour
-    memory: Colour  # the curve; where all ranks share a chart, from ``memory`` to ``memory_last``
+    memory: Colour  # the memory curve; ranks that share a chart go from ``memory`` to ``memory_last``
     memory_last: Colour
 
 
@@ -86,31 +88,35 @@ _THEMES = {  # on light and on dark paper
     "rule": (Colour(215, 218, 221), Colour(58, 64, 72)),
     "idle": (Colour(241, 242, 244), Colour(34, 39, 45)),
     "wait": (Colour(160, 165, 173), Colour(110, 117, 126)),
-    "activation": (Colour(42, 143, 196), Colour(86, 180, 233)),  # their sky blue, on light paper darker
+    "activation": (Colour(42, 143, 196), Colour(86, 180, 233)),  # the palette's sky blue; darker on light paper
     "gradient": (Colour(213, 94, 0), Colour(255, 138, 61)),  # vermillion
-    "offload": (Colour(0, 90, 70), Colour(0, 158, 115)),  # their bluish green, darker and lighter
+    "offload": (Colour(0, 90, 70), Colour(0, 158, 115)),  # the palette's bluish green, darker and lighter
     "load": (Colour(0, 158, 115), Colour(110, 225, 190)),
-    "gather": (Colour(0, 90, 70), Colour(0, 158, 115)),  # as copies, beside which they are not drawn
+    "gather": (Colour(0, 90, 70), Colour(0, 158, 115)),  # the colours of copies: no picture has both
     "scatter": (Colour(0, 158, 115), Colour(110, 225, 190)),
-    "memory": (Colour(80, 15, 70), Colour(250, 215, 235)),  # their reddish purple, darker and lighter
+    "memory": (Colour(80, 15, 70), Colour(250, 215, 235)),  # the palette's reddish purple, darker and lighter
     "memory_last": (Colour(236, 150, 200), Colour(165, 60, 125)),
 }
 LIGHT, DARK = (Theme(**{name: colours[k] for name, colours in _THEMES.items()}) for k in (0, 1))
 
 
 def block_colour(op: str, chunk: int, num_chunks: int) -> Colour:
-    """The colour of a compute block: chunk 0 in full, later chunks lighter."""
+    """The colour of a compute block: chunk 0 has the operation's full colour, later chunks are lighter."""
     share = _LIGHTEST_CHUNK * chunk / max(1, num_chunks - 1) if num_chunks > 1 else 0.0
     return OPERATIONS[op].mixed(WHITE, share)
 
 
 def colour_style(op: str, colour: Colour, few_colours: bool) -> str:
-    """The style of a shade of ``op`` in the terminal; ``few_colours``: one of 8 or 16, where chunks have no shades."""
+    """The style of a block of ``op`` in the terminal. ``few_colours``: the terminal has 8 or 16 colours, and chunks
+    have
+    no shades."""
     return _IN_16_COLOURS[op] if few_colours else f"{ink_on(colour).hex} on {colour.hex}"
 
 
 def block_name(at: Instruction, num_chunks: int) -> str:
-    """``F3`` is microbatch 3; ``F1.3``, with several chunks, microbatch 3 of chunk 1; ``F3s2`` slice 2 of it."""
+    """The name of a block: ``F3`` is microbatch 3; with several chunks, ``F1.3`` is microbatch 3 of chunk 1; ``F3s2``
+    is
+    slice 2 of microbatch 3."""
     part = f"s{at.part}" if at.part >= 0 else ""
     return f"{at.op}{at.mb}{part}" if num_chunks == 1 else f"{at.op}{at.chunk}.{at.mb}{part}"
 

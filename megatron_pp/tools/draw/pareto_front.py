@@ -1,4 +1,4 @@
-"""Pipelines as points, step time against memory, with the line of the best trade-offs."""
+"""A chart of pipelines: step time against memory, with the line of the best trade-offs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _FAR = 1.6  # points that are slower than the best by more than this are left ou
 
 
 class Point(NamedTuple):
-    """A pipeline: GB of its fullest rank, milliseconds of a step, and its name; ``in_front``: on the Pareto front."""
+    """A pipeline: the GB of its fullest rank, the milliseconds of a step, its name, and whether it is on the Pareto
+    front."""
 
     memory: float
     step: float
@@ -25,8 +26,9 @@ class Point(NamedTuple):
 
 
 def front_figure(points: Sequence[Point], limit: float) -> Figure:
-    """The points as a matplotlib figure of 72 dots an inch; the fastest one is marked, the memory limit a line where
-    it is near.
+    """The points as a matplotlib figure of 72 dots an inch.
+
+    The fastest point is marked. A memory limit of at most 1.5 times the largest memory is drawn as a line.
     """
     from matplotlib.figure import Figure
 
@@ -57,7 +59,7 @@ def front_figure(points: Sequence[Point], limit: float) -> Figure:
 
 
 def _apart(points: Sequence[Point], most: float, least_step: float) -> list[Point]:
-    """Points whose names do not overlap; the faster ones first."""
+    """Points whose names do not overlap. If two names overlap, the faster point keeps its name."""
     named: list[Point] = []
     for one in sorted(points, key=lambda point: point.step):
         if all(

@@ -1,10 +1,12 @@
-"""A timeline in the terminal: a row per rank, a column per stretch of time, in panels where the screen is too narrow.
+"""A timeline in the terminal: a row per rank, a column per interval of time. A timeline that is too wide for the screen
+is cut into panels.
 
-Readable without colour: a block begins with its name (``F3``: forward of microbatch 3; ``F1.3`` with several chunks)
-and goes on with ``-`` (forward), ``=`` (backward), ``+`` (input gradients) or ``~`` (weight gradients), ``:`` and
-``;`` (S and T of a split output layer); ``.`` is idle.
-Rows between ranks show transfers: ``v`` towards the higher rank, ``^`` towards the lower one, ``x`` both; and copies of
-the rank above them: ``o`` to host memory, ``l`` back, ``c`` both.
+It can be read without colour. A block begins with its name (``F3``: forward of microbatch 3; ``F1.3`` with several
+chunks). Its other columns show the operation: ``-`` forward, ``=`` backward, ``+`` input gradients, ``~`` weight
+gradients, ``:`` and ``;`` S and T of a split output layer. ``.`` is idle.
+
+Rows between ranks show transfers: ``v`` to the higher rank, ``^`` to the lower rank, ``x`` both ways. They also show
+copies of the rank above them: ``o`` to host memory, ``l`` back, ``c`` both ways.
 
 ``render_grid`` is the textbook table: a row per rank, a column per time step, every operation one step long.
 """
@@ -34,14 +36,14 @@ _MAX_PANELS = 6
 
 @dataclass(frozen=True)
 class Scale:
-    """Time to columns: ``columns`` for the whole timeline, shown ``width`` at a time."""
+    """Converts time to columns. The whole timeline has ``columns``; a panel shows ``width`` of them."""
 
     per_column: float
     columns: int
     width: int
 
     def column(self, time: float) -> int:
-        """The column whose edge is nearest."""
+        """The column whose left edge is nearest to ``time``."""
         return min(self.columns, round(time / self.per_column))
 
     def within(self, time: float) -> int:
@@ -50,9 +52,9 @@ class Scale:
 
 
 def render_text(timelines: Sequence[Timeline], width: int = 80, few_colours: bool = False) -> list[Text]:
-    """The timelines below each other, to one scale, and a legend; no line is wider than ``width`` columns.
+    """The timelines below each other, to one scale, and a legend. No line is wider than ``width`` columns.
 
-    ``few_colours``: for a terminal of 8 or 16.
+    ``few_colours``: the terminal has 8 or 16 colours.
     """
     margin = max(len(lane.name) for t in timelines for lane in t.lanes) + 1
     scale = choose_scale(timelines, max(10, width - margin))
@@ -87,12 +89,13 @@ def _panels(timeline: Timeline, scale: Scale, margin: int, few_colours: bool) ->
 
 
 def choose_scale(timelines: Sequence[Timeline], width: int) -> Scale:
-    """Wide enough for the names or letters of short blocks, in at most _MAX_PANELS panels; otherwise one panel."""
+    """A scale at which the names, or at least the letters, of short blocks fit in at most _MAX_PANELS panels. If none
+    does, one panel."""
     end = max(t.end for t in timelines)
     blocks = [(t, e) for t in timelines for lane in t.lanes for e in lane.compute if e.end > e.start]
     if not blocks:
         return Scale(max(end, 1.0), 1, width)
-    # Without shorter ones that add up to less than a twentieth of the time.
+    # The shortest blocks that together take less than a twentieth of the time do not count.
     lengths = sorted(e.end - e.start for _, e in blocks)
     little = sum(lengths) / 20
     shortest = next(length for length, total in zip(lengths, accumulate(lengths), strict=True) if total >= little)
@@ -106,7 +109,7 @@ def choose_scale(timelines: Sequence[Timeline], width: int) -> Scale:
 
 
 def _legend(timelines: Sequence[Timeline], width: int, few_colours: bool) -> list[Text]:
-    """What the letters, marks and colours mean."""
+    """The meaning of the letters, marks and colours."""
     entries = []
     for key in legend_entries(timelines):
         if key.kind in OPERATIONS:
@@ -176,7 +179,9 @@ def _style(at: Instruction, num_chunks: int, few_colours: bool) -> str:
 
 
 def _transfer_rows(timeline: Timeline, scale: Scale) -> dict[int, str]:
-    """Under rank r, the transfers between r and r + 1; under the last rank, those between it and the first one."""
+    """The rows of transfers, by the rank that they are below. Rank r has the transfers between r and r + 1; the last
+    rank
+    has all others, such as those between the last rank and the first."""
     under: dict[int, list[tuple[Transfer, bool]]] = defaultdict(list)
     for t in timeline.transfers:
         if t.end > t.start:
@@ -187,7 +192,7 @@ def _transfer_rows(timeline: Timeline, scale: Scale) -> dict[int, str]:
 
 
 def _marks(spans: Iterable[tuple[Event | Transfer, bool]], scale: Scale, marks: str) -> str:
-    """``marks`` of columns with no span, one that goes forth, one that goes back (True), and both."""
+    """A row with a mark per column. ``marks`` has four: no span, a span forth, a span back (True), and both."""
     row = [0] * scale.columns
     for span, back in spans:
         first = scale.within(span.start)
@@ -197,7 +202,7 @@ def _marks(spans: Iterable[tuple[Event | Transfer, bool]], scale: Scale, marks: 
 
 
 def _axis(scale: Scale, start: int, stop: int) -> str:
-    """Round times above their columns."""
+    """The time axis: round numbers above their columns."""
     line = [" "] * (stop - start)
     shown = min(scale.width, scale.columns)
     step = tick_step(shown * scale.per_column, shown // 10)
@@ -212,21 +217,21 @@ def _axis(scale: Scale, start: int, stop: int) -> str:
 
 
 def plain(lines: Sequence[Text]) -> str:
-    """Without colour, for files and tests."""
+    """The lines without colour, for files and tests."""
     return "\n".join(line.plain.rstrip() for line in lines)
 
 
 def grid_cells(plan: Plan) -> list[list[Instruction | None]]:
-    """``cells[rank][step]``: what runs there, None where the rank is idle."""
+    """``cells[rank][step]`` is the instruction that the rank runs in this step, or None if it is idle."""
     training = not plan.spec.forward_only
     orders = [[at for at in unjoined(order) if at.op == FORWARD or training] for order in plan.orders]
     return run_clock(orders, plan.placement).slots()
 
 
 def render_grid(plan: Plan, width: int = 80, few_colours: bool = False) -> list[Text]:
-    """The table, in panels of at most ``width`` columns; the header row numbers the time steps from 1.
+    """The table, in panels of at most ``width`` columns. The header row numbers the time steps from 1.
 
-    ``few_colours``: for a terminal of 8 or 16.
+    ``few_colours``: the terminal has 8 or 16 colours.
     """
     cells = grid_cells(plan)
     chunks = plan.spec.num_chunks

@@ -1,6 +1,6 @@
 """The data of every drawing: blocks, waits, transfers and memory of each rank, simulated or recorded.
 
-Level of detail: blocks thinner than a pixel are added up per pixel, too many steps of memory are thinned.
+Blocks thinner than a pixel are added up per pixel. If a memory curve has too many steps, they are thinned.
 """
 
 import math
@@ -32,17 +32,18 @@ from megatron_pp.tools.draw.palette import OPERATIONS
 COPIES = (COPIES_TO_HOST, COPIES_FROM_HOST)
 COLLECTIVES = (GATHERS, SCATTERS)
 STRIPS = COPIES, COLLECTIVES
-"""What is drawn in pairs of thin bars below a rank's blocks."""
+"""The kinds of events that are drawn as pairs of thin bars below a rank's blocks."""
 
 
 @dataclass
 class Lane:
-    """One rank.
+    """The events and the memory of one rank.
 
     compute  forwards, backwards and weight gradients, in order of time, without overlap
     waits    WAIT and FREE instructions that took time
-    copies   between device and host, and collectives of replicas, under what posted them; those that took time
-    memory   (time, value) steps: the value holds from its time to the next one's; see Timeline for what it is
+    copies   copies between device and host, and collectives of replicas, that took time; each has the instruction that
+             posted it
+    memory   (time, value) steps: a value holds from its time to the time of the next step; Timeline says what it counts
     """
 
     name: str
@@ -52,7 +53,7 @@ class Lane:
     memory: list[tuple[float, float]] = field(default_factory=list)
 
     def copied(self, ops: frozenset[str]) -> list[Event]:
-        """The copies, or collectives, of one kind."""
+        """The copies or collectives whose operation is in ``ops``."""
         return [copy for copy in self.copies if copy.instruction.op in ops]
 
     @property
@@ -65,7 +66,7 @@ class Lane:
 
 
 class Traffic(NamedTuple):
-    """The number of messages, their bytes together, and how long the shortest and the longest took."""
+    """The number of messages, the sum of their bytes, and the durations of the shortest and the longest."""
 
     messages: int
     size: float
@@ -75,11 +76,11 @@ class Traffic(NamedTuple):
 
 @dataclass
 class Timeline:
-    """All ranks of one step. Times are in ``unit``, from 0 on; ``stages[rank][chunk]`` is a global stage.
+    """All ranks of one step. Times are in ``unit`` and begin at 0. ``stages[rank][chunk]`` is a global stage.
 
-    Memory is all of a rank's in bytes, or the activations that it keeps, in microbatches: a rank that has run all its
-    chunks forward, and none backward, keeps 1. ``note`` says where another order replaces the schedule's own;
-    ``slices``: how many a sequence is cut into.
+    Memory is either all memory of a rank, in bytes, or the activations that it keeps, in microbatches. A rank that has
+    run all its chunks forward and none backward for one microbatch keeps 1. ``note`` says if another order replaces the
+    schedule's own. ``slices`` is the number of slices that a sequence is cut into.
     """
 
     title: str
@@ -109,7 +110,7 @@ class Timeline:
 
     @cached_property
     def short_block(self) -> float:
-        """A length that nine of ten blocks reach, which labels have to fit."""
+        """The block length that nine of ten blocks reach. Labels must fit into it."""
         lengths = sorted(e.end - e.start for lane in self.lanes for e in lane.compute)
         return lengths[len(lengths) // 10] if lengths else 0.0
 
@@ -139,12 +140,14 @@ class Timeline:
         return self.traffic.longest > 0
 
     def has_copies(self, *kinds: frozenset[str]) -> bool:
-        """Whether any copy between device and host (or collective of replicas), of one of ``kinds``, takes time."""
+        """Whether a copy or collective of one of these ``kinds`` takes time."""
         return any(lane.copied(ops) for lane in self.lanes for ops in kinds)
 
     def strips(self) -> list[list[Sequence[Event] | Sequence[Transfer]]]:
-        """Per rank, what is drawn below its blocks: activations and gradients that it sends, copies to the host and
-        back, all-gathers and reduce-scatters; where no schedule has any of a kind, without it.
+        """For each rank, the events that are drawn as thin bars below its blocks.
+
+        They are the activations and gradients that it sends, its copies to the host and back, and its all-gathers and
+        reduce-scatters. A kind of which this timeline has no event is left out.
         """
         found: list[list[Sequence[Event] | Sequence[Transfer]]] = []
         for lane, sent in zip(self.lanes, self.sent(), strict=True):
@@ -155,11 +158,12 @@ class Timeline:
 
     @property
     def most_memory(self) -> float:
-        """The highest memory of any rank; 0 in an evaluation, which keeps nothing."""
+        """The highest memory of any rank. An evaluation keeps nothing and has 0."""
         return max((lane.peak for lane in self.lanes), default=0.0)
 
     def sent(self) -> list[tuple[list[Transfer], list[Transfer]]]:
-        """Per rank, the activations and the gradients that it sends, in order of time, without those of length 0."""
+        """For each rank, the activations and the gradients that it sends, in order of time. Transfers that take no time
+        are left out."""
         sent: list[tuple[list[Transfer], list[Transfer]]] = [([], []) for _ in self.lanes]
         for t in sorted(self.transfers, key=lambda t: t.start):
             if t.end > t.start:
@@ -170,7 +174,9 @@ class Timeline:
 def simulated_timeline(
     simulation: Simulation, unit: str = "slots", shape: ModelShape | None = None, title: str | None = None
 ) -> Timeline:
-    """The timeline of a simulated or recorded step, with the memory of every rank: in bytes with a model shape."""
+    """The timeline of a simulated or recorded step. The memory of each rank is in bytes if ``shape`` is given,
+    otherwise
+    in microbatches."""
     plan, spec = simulation.plan, simulation.plan.spec
     lanes = []
     for rank in range(len(plan.programs)):
@@ -194,7 +200,7 @@ def simulated_timeline(
 
 
 def short_title(spec: PlanSpec) -> str:
-    """``zb_v P=4 V=2 M=8``, and what differs from the defaults."""
+    """``zb_v P=4 V=2 M=8``, followed by the settings that differ from the defaults."""
     sizes = spec.pipeline_size, spec.num_chunks, spec.num_microbatches
     usual = PlanSpec(spec.schedule, *sizes, **known_settings(slices=spec.num_parts))
     extra = [f"slices={spec.num_parts}"] if spec.num_parts > 1 else []
@@ -208,7 +214,9 @@ def short_title(spec: PlanSpec) -> str:
 
 
 def _steps(times: Sequence[float], values: Iterable[float], static: float) -> list[tuple[float, float]]:
-    """Steps where the value changes; of several values at one time the highest and the last."""
+    """The (time, value) steps at which the value changes. If several values have the same time, the highest and the
+    last
+    are kept."""
     changes = chain([(0.0, 0.0)], zip(times, values, strict=True))
     steps: list[tuple[float, float]] = []
     for time, members in groupby(changes, key=itemgetter(0)):
@@ -220,7 +228,7 @@ def _steps(times: Sequence[float], values: Iterable[float], static: float) -> li
 
 
 class Piece(NamedTuple):
-    """From ``left`` to ``right`` (pixels): one block, or the shares of operations in one pixel."""
+    """One block from ``left`` to ``right`` in pixels, or one pixel with the shares of the operations in it."""
 
     left: float
     right: float
@@ -229,7 +237,8 @@ class Piece(NamedTuple):
 
 
 def pieces(events: Sequence[Event], pixels_per_unit: float) -> Iterator[Piece]:
-    """Blocks of at least a pixel; the others as one piece per pixel, with the share of each operation."""
+    """A piece for each block of at least a pixel. Thinner blocks become one piece per pixel, with the share of each
+    operation."""
     blocks = ((e, e.start * pixels_per_unit, e.end * pixels_per_unit) for e in events)
     for pixel, group in groupby(blocks, lambda block: int(block[1]) if block[2] - block[1] < 1.0 else None):
         if pixel is None:
@@ -242,7 +251,7 @@ def pieces(events: Sequence[Event], pixels_per_unit: float) -> Iterator[Piece]:
 
 
 def thinned(steps: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most about ``most`` of the steps: the highest and the last of each stretch of time."""
+    """At most about ``most`` of the steps: the highest and the last step of each interval of time."""
     if len(steps) <= most:
         return list(steps)
     stretch = steps[-1][0] / (most / 2) or 1.0

@@ -1,21 +1,21 @@
 "use strict";
-// Draws timelines on canvases from compact columns: no element per block, so half a million blocks are fine.
-// All timelines of a page share one visible stretch of time.
+// Draws timelines on canvases from compact columns. Blocks are no elements of the page, so half a million of them are fine.
+// All timelines of a page show the same interval of time.
 
 const OPS = ["F", "B", "I", "W", "S", "T"];
 const WAITS = ["wait for an activation", "wait for a gradient", "release an output (own send)", "release a gradient (own send)",
   "wait for the broadcast", "wait for the all-reduce", "wait for the reduction"];
-const COPY_WAITS = ["release what was offloaded (its copy)", "wait for what is loaded", "wait for whole parameters", "wait for reduced gradients"];
+const COPY_WAITS = ["release offloaded activations (their copy is done)", "wait for loaded activations", "wait for whole parameters", "wait for reduced gradients"];
 const OF_STAGES = { gather: "all-gather of the parameters", scatter: "reduce-scatter of the gradients" };
 const ROW = { block: 22, strip: 3, gap: 5 };
-const CURVES = 70; // height of the chart of memory
+const CURVES = 70; // height of the memory chart
 const AXIS = 22;
-const LABEL = { largest: 11, stacked: 9.5, good: 7.5, smallest: 6, room: 3 }; // font sizes, in one line or two; pixels around a label
+const LABEL = { largest: 11, stacked: 9.5, good: 7.5, smallest: 6, room: 3 }; // font sizes (``stacked``: of two lines), and the pixels around a label
 
 const view = { from: 0, to: 1, end: 1, picked: -1 };
 let charts = [];
 let colours = {};
-let names = {}; // of operations
+let names = {}; // operation: its name
 let mostMemory = 0, memoryTicks = [];
 
 async function unpack(id) {
@@ -35,7 +35,7 @@ function laneHeight(chart) {
   return ROW.block + stripsOf(chart).length * (ROW.strip + 1) + 1 + ROW.gap;
 }
 
-// What is drawn below a lane's blocks: (columns of the lane, colour) each.
+// The thin bars below a lane's blocks. Each is [name of the lane's columns, colour].
 function stripsOf(chart) {
   const sent = chart.hasTransfers ? [["activations", "activation"], ["gradients", "gradient"]] : [];
   if (chart.hasCopies) sent.push(["offloads", "offload"], ["loads", "load"]);
@@ -150,7 +150,7 @@ function visible(chart, columns) {
   return [first, view.to / chart.tick];
 }
 
-// The microbatch of a code, whose low bits count slices through all microbatches.
+// The microbatch of a code. The low bits of a code count slices through all microbatches.
 function microbatch(chart, code) {
   return Math.floor((code & 0xfffff) / chart.slices);
 }
@@ -168,7 +168,7 @@ function setFont(pen, size) {
   pen.font = `${size}px system-ui, sans-serif`;
 }
 
-// How a chart's blocks are labelled, as in figures.py: the first form in a good size, else the last in the smallest.
+// How a chart's blocks are labelled, as in figures.py: the first form with a good font size, otherwise the last form.
 function chooseLabels(chart, pen) {
   const room = x(chart, view.from + chart.shortBlock) - x(chart, view.from) - LABEL.room;
   const last = ((chart.chunks - 1) << 20) | (chart.microbatches * chart.slices - 1);
@@ -206,7 +206,7 @@ function drawBlocks(chart, pen, lane, y) {
   const form = chooseLabels(chart, pen);
   setFont(pen, form.size);
   pen.textAlign = "center";
-  let pixel = -1, filled = [0, 0, 0, 0]; // of blocks thinner than a pixel, each operation's share of the pixel, stacked
+  let pixel = -1, filled = [0, 0, 0, 0]; // of blocks thinner than a pixel: each operation's share of the pixel; drawn stacked
   const flush = () => {
     let top = y;
     for (const op of [0, 1, 2, 3]) {
@@ -260,7 +260,7 @@ function mixed(one, other, share) {
   return `rgb(${parts.map(([a, b]) => Math.round(a + (b - a) * share)).join()})`;
 }
 
-// A curve for each rank above ``floor``, all timelines to one scale.
+// Draws a memory curve for each rank above ``floor``. All timelines have the same scale.
 function drawMemory(chart, pen, floor) {
   setFont(pen, 10);
   pen.textAlign = "right";
@@ -289,7 +289,7 @@ function drawMemory(chart, pen, floor) {
   pen.restore();
 }
 
-// ---- what is under the pointer
+// ---- the text of the block, bar or curve under the pointer
 
 function amount(chart, memory) {
   return chart.inBytes ? size(memory) : `${Number(memory.toPrecision(3))}`;
@@ -302,7 +302,7 @@ function size(bytes) {
   return `${bytes.toFixed(0)} B`;
 }
 
-// The last of ascending ``times`` that is not after ``tick``; 0 where all are.
+// The index of the last of the ascending ``times`` that is not after ``tick``; 0 if all are after it.
 function lastUpTo(times, tick) {
   let low = 0, high = times.length - 1;
   while (low < high) {
@@ -377,7 +377,7 @@ function describeMemory(chart, tick, height) {
   return { mb: -1, text: lanes.map((l) => `${l.name}: ${amount(chart, nearest)} ${of}, peak ${amount(chart, l.memory.peak)}`).join("\n") };
 }
 
-// ---- moving about
+// ---- zooming and moving
 
 function redraw() {
   requestAnimationFrame(() => charts.forEach(draw));
@@ -501,7 +501,7 @@ async function start() {
   readColours();
   charts.forEach(listen);
   controls();
-  const window_ = /^#t=([\d.]+),([\d.]+)$/.exec(location.hash); // #t=from,to opens a stretch of time
+  const window_ = /^#t=([\d.]+),([\d.]+)$/.exec(location.hash); // #t=from,to opens an interval of time
   if (window_) show(Number(window_[1]), Number(window_[2]));
   charts.forEach(draw);
   document.body.dataset.ready = String(charts.reduce((n, c) => n + c.lanes.reduce((m, l) => m + l.compute.starts.length, 0), 0));

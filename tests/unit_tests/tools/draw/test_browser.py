@@ -1,7 +1,7 @@
 """The HTML pages in headless Chromium: they draw themselves, answer clicks and zooms, and can be read.
 
-Skipped without Chromium, its driver or selenium (scripts/get_browser.sh installs the first two). Screenshots go to the
-folder that MEGATRON_PP_SCREENSHOTS names, else to the test's own folder.
+The tests are skipped without Chromium, its driver or selenium (scripts/get_browser.sh installs the first two).
+Screenshots go to the folder that MEGATRON_PP_SCREENSHOTS names, otherwise to the test's own folder.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def screenshots(tmp_path):
 
 
 def opened(browser, tmp_path, timelines, width=1400, tables=(), scheme="light", charts=""):
-    """The browser with the page open in it, drawn to its end."""
+    """The browser with a page of the timelines, once all blocks are drawn."""
     page = tmp_path / "page.html"
     page.write_text(render_html(timelines, "Compared", tables, charts), encoding="utf-8")
     browser.execute_cdp_cmd(
@@ -93,12 +93,12 @@ def shown(browser, page, blocks):
 
 
 def settled(browser):
-    """After the next frame, in which a change is drawn."""
+    """Waits for the next frame, in which a change is drawn."""
     browser.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(done));")
 
 
 def press(browser, chart, x, y, kinds=("mouseMoved", "mousePressed", "mouseReleased")):
-    """Click into a chart, or only move there, ``x`` and ``y`` pixels from its top left corner."""
+    """Clicks into a chart, or moves the pointer there, ``x`` and ``y`` pixels from the chart's top left corner."""
     left, top = browser.execute_script(
         "const box = charts[arguments[0]].canvas.getBoundingClientRect(); return [box.left, box.top]", chart
     )
@@ -123,7 +123,7 @@ def label_boxes(labels):
 
 @pytest.mark.parametrize("width", [1400, 500])
 def test_a_page_of_three_schedules_can_be_read(browser, screenshots, tmp_path, width):
-    """At P=8, M=16: every block has a label in a wide window; nothing covers anything else, in a narrow one too."""
+    """At P=8, M=16: every block has a label in a wide window. In a wide and in a narrow window nothing overlaps."""
     timelines = compared("1f1b", "zb_h1", "zb_v")
     opened(browser, tmp_path, timelines, width)
     browser.save_screenshot(str(screenshots / f"three_schedules_{width}.png"))
@@ -200,7 +200,7 @@ def test_zooming_shows_a_part_of_all_charts_and_fit_the_whole(browser, screensho
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_colours_are_on_the_canvas(browser, screenshots, tmp_path, scheme):
     picture = screenshots / f"colours_{scheme}.png"
-    timelines = [timeline_of(schedule) for schedule in ("dualpipe_v", "vocab_1f1b")]  # every operation is in one
+    timelines = [timeline_of(schedule) for schedule in ("dualpipe_v", "vocab_1f1b")]  # they have every operation
     opened(browser, tmp_path, timelines, 1200, scheme=scheme).save_screenshot(str(picture))
     pixels = matplotlib.image.imread(picture)[..., :3]
     assert (pixels[0, 0].mean() < 0.2) == (scheme == "dark")
@@ -216,7 +216,7 @@ def test_a_stand_in_order_says_so(browser, tmp_path):
 @pytest.mark.parametrize("width", [1400, 400])
 @pytest.mark.parametrize("timelines", [compared("zb_v", p=4, m=8), []], ids=["steps", "no step"])
 def test_charts_and_tables_fit_a_phone(browser, screenshots, tmp_path, width, timelines):
-    """The page is no wider than the window: a wide table moves by itself."""
+    """The page is no wider than the window. A wide table scrolls by itself."""
     curves = [Curve("training", [(1, 5.5), (400, 1.7)]), Curve("validation", [(0, 5.6), (400, 1.8)])]
     charts = [Chart(title, curves, "{:.3f}") for title in ("loss", "speed", "bubble", "memory")]
     tables = [("Ranks", [f"column {k}" for k in range(12)], [["123.45"] * 12]), ("In words", [], [["so " * 90]])]
@@ -235,7 +235,7 @@ def test_charts_and_tables_fit_a_phone(browser, screenshots, tmp_path, width, ti
 
 
 def test_the_page_of_a_run_opens_with_its_steps_and_tables(browser, screenshots, tmp_path):
-    """``timeline.html``, of traces that were written from simulated steps."""
+    """The run's ``timeline.html``, made of traces that were written from simulated steps."""
     step = simulated("zb_v", 4, 2, 8)
     write_traces(tmp_path, [step, step])
     write_timeline(tmp_path, tmp_path / "timeline.html", tmp_path / "timeline.json")

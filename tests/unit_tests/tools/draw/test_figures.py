@@ -1,4 +1,5 @@
-"""SVG and PNG: one picture for several schedules, every block in its place, labels inside their blocks, same bytes."""
+"""SVG and PNG pictures of several schedules: blocks are in their places, labels fit their blocks, and the same drawing
+gives the same bytes."""
 
 from __future__ import annotations
 
@@ -29,13 +30,14 @@ parsed = lru_cache(maxsize=2)(ElementTree.fromstring)
 
 
 def texts(svg):
-    """(text, font size, x, y) of all that is written in a picture."""
+    """(text, font size, x, y) of each text in a picture."""
     for at in parsed(svg).iter("{http://www.w3.org/2000/svg}text"):
         yield at.text, float(re.search(r"([\d.]+)px", at.get("style")).group(1)), float(at.get("x")), float(at.get("y"))
 
 
 def labels_of(svg):
-    """The labels of blocks: (name, its lines as from ``texts``), one line or the letter above the number."""
+    """The labels of blocks as (name, its lines as ``texts`` gives them). A label is one line, or the letter above the
+    number."""
     written, found = list(texts(svg)), []
     for one, below in zip(written, [*written[1:], ("",)], strict=True):
         if BLOCK.fullmatch(one[0]):
@@ -46,7 +48,7 @@ def labels_of(svg):
 
 
 def boxes(svg, colour):
-    """(left, top, right, bottom) of the rectangles filled with ``colour``."""
+    """(left, top, right, bottom) of each rectangle that is filled with ``colour``."""
     found = []
     for path in parsed(svg).iter("{http://www.w3.org/2000/svg}path"):
         if f"fill: {colour.hex}" in path.get("style", ""):
@@ -87,7 +89,7 @@ def test_three_schedules_at_8_ranks_and_16_microbatches_are_labelled_inside_thei
 
 @pytest.mark.slow
 def test_schedules_share_one_time_axis():
-    """The last block of each ends where its step does, to one scale."""
+    """On one scale, the last block of each schedule ends where its step ends."""
     timelines = compared("1f1b", "zb_h1", p=4, m=4)
     svg = draw.svg(timelines, 1000)
     ends = [max(box[2] for box in boxes(svg, OPERATIONS[op])) for op in "BW"]
@@ -116,7 +118,7 @@ def test_heading_and_legend_say_what_is_drawn():
 
 @pytest.mark.parametrize("width", [360, 500, 1400])
 def test_no_text_leaves_the_picture(width):
-    """A phone's width among them: headings, legends and titles go on in the next line."""
+    """At each width, also a phone's, headings, legends and titles continue in the next line."""
     timeline = timeline_of("interleaved_1f1b")
     timeline.title, timeline.note = "measured, step 5: zb_h1 P=4 V=1 M=8 group=4 overlap/one_way training", "so " * 40
     svg = draw.svg([timeline], width)
@@ -127,7 +129,7 @@ def test_no_text_leaves_the_picture(width):
 
 
 def test_a_picture_is_dark_where_its_reader_prefers_that():
-    """Every colour of the light theme that is drawn has a rule; white labels, and pictures on dark paper, have none."""
+    """Every drawn colour of the light theme has a CSS rule. White labels and pictures on dark paper have none."""
     svg = draw.svg([timeline_of("interleaved_1f1b")])
     rules = dict(re.findall(r'\[style\*="(\w+: #\w+)"\] \{(\w+: #\w+) !important\}', svg))
     drawn = set(re.findall(r"(?:fill|stroke): #\w{6}", svg.partition("</style>")[2]))
@@ -191,7 +193,7 @@ def test_png_has_two_dots_a_pixel_and_the_colours_on_light_and_dark_paper():
 
 
 def test_a_png_that_is_too_large_is_refused_with_its_size():
-    with pytest.raises(PlanError, match=r"the PNG would have 80000 x \d+ dots; it may have 65535 a side .* as HTML"):
+    with pytest.raises(PlanError, match=r"the PNG would have 80000 x \d+ dots; at most 65535 dots a side .* HTML"):
         draw.png([timeline_of("1f1b")], 40_000)
 
 

@@ -1,4 +1,4 @@
-"""The HTML page, and Chrome's trace: everything that a timeline has is in them."""
+"""The HTML page and Chrome's trace contain all data of a timeline."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def test_html_is_one_file_without_network():
 
 
 def test_charts_have_every_curve_inside_their_scale():
-    """Values that are none (a loss that was not finite) are left out; a chart of nothing else too."""
+    """Missing values, such as a loss that was not finite, are left out. A chart that has only missing values is left
+    out, too."""
     loss = Curve("training", [(step, 6.0 / step) for step in range(1, 5001)])
     checks = Curve("validation", [(0, 5.6), (2500, float("nan")), (5000, 1.8)])
     nothing = Chart("nothing", [Curve("", [(1, float("inf"))])], "{:g}")

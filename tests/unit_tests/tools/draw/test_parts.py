@@ -55,7 +55,7 @@ BLINDNESS = {
 
 
 def seen(colour, kind):
-    """CIE L*a*b* of a colour as that eye sees it."""
+    """CIE L*a*b* of a colour, as seen with this kind of colour blindness."""
     part = np.array(colour) / 255
     linear = np.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4)
     linear = np.clip(BLINDNESS[kind] @ linear, 0, 1)

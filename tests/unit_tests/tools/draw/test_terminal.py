@@ -1,4 +1,4 @@
-"""Drawings in the terminal: every operation is there by name, lines fit, colours differ; the classic grid."""
+"""Drawings in the terminal: every operation has its name, lines fit, colours differ. And the classic grid."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_text_of_1f1b_is_the_textbook_figure():
 
 
 def test_text_shows_transfers_between_their_ranks():
-    """F, 1 on the way, F, B (2), 1 on the way, B (2): 8 slots of 2 columns."""
+    """The step is F, 1 slot of transfer, F, B (2 slots), 1 slot of transfer, B (2 slots): 8 slots of 2 columns."""
     timeline = simulated_timeline(
         simulate(plan_of("gpipe", 2, 1), StageCosts.uniform(2), Network(1.0, link=Link(bandwidth=1.0)))
     )
@@ -64,20 +64,20 @@ def test_text_shows_transfers_between_their_ranks():
 
 
 def test_schedules_in_one_drawing_have_one_scale():
-    """zb_h1 takes 15 slots where 1F1B takes 21, in rows that are as much shorter."""
+    """zb_h1 takes 15 slots, 1F1B takes 21. The rows have the same ratio of lengths."""
     lines = plain(render_text(compared("1f1b", "zb_h1", p=4, m=4), 60)).splitlines()
     one, other = (line for line in lines if line.startswith("rank 3"))
     assert (len(one), len(other)) == (7 + 2 * 21, 7 + 2 * 15)
 
 
 def test_a_stand_in_order_says_so():
-    """DualPipeV needs M >= 2 P; with fewer it is ZB-V's order that is drawn."""
+    """DualPipeV needs M >= 2 P. With fewer microbatches the order of ZB-V is drawn, with a note."""
     assert "ZB-V's order" in plain(render_text([timeline_of("dualpipe_v", 4, 4)], 200))
     assert "ZB-V's order" not in plain(render_text([timeline_of("dualpipe_v", 4, 8)], 200))
 
 
 def backgrounds(lines, colours):
-    """The background that a terminal of so many colours is given for each operation, by its escape codes."""
+    """For each operation, the background colour in the escape codes for a terminal with ``colours`` colours."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, color_system=colours, width=500)
     for line in lines:
@@ -88,7 +88,7 @@ def backgrounds(lines, colours):
 
 @pytest.mark.parametrize(("schedule", "ops"), [("1f1b", "FB"), ("dualpipe_v", "FBIW"), ("vocab_1f1b", "FBST")])
 def test_operations_differ_in_a_terminal_of_16_colours(schedule, ops):
-    """Also in one of 8, which has no bright colours (100 to 107)."""
+    """They also differ in a terminal of 8 colours, which has no bright colours (100 to 107)."""
     few = [render_text([timeline_of(schedule)], few_colours=True), render_grid(plan_of(schedule), few_colours=True)]
     for lines in few:
         found = backgrounds(lines, "standard")

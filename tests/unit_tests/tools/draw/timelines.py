@@ -19,7 +19,7 @@ FREE = Network()
 
 
 def plan_of(schedule: str, p: int = 4, m: int = 8, v: int | None = None) -> Plan:
-    """A schedule that is searched has P microbatches: its search takes seconds else."""
+    """The plan of a schedule. A searched schedule gets P microbatches: with more, its search would take seconds."""
     family = SCHEDULES[schedule]
     return build_plan(PlanSpec(schedule, p, v or family.chunks or 2, m if family.search is None else p))
 
@@ -32,14 +32,14 @@ def timeline_of(
     network: Network = NETWORK,
     shape: ModelShape | None = SHAPE,
 ) -> Timeline:
-    """Every stage takes 1 ms for each of F, I and W, and 0.5 for S and T."""
+    """The simulated step. Every stage takes 1 ms for each of F, I and W, and 0.5 ms for each of S and T."""
     plan = plan_of(schedule, p, m, v)
     costs = replace(StageCosts.uniform(plan.placement.num_stages), **known_costs(passes=(0.5, 0.5)))
     return simulated_timeline(simulate(plan, costs, network), "ms", shape)
 
 
 def compared(*schedules: str, p: int = 8, m: int = 16, network: Network = FREE) -> list[Timeline]:
-    """Schedules of one model: a rank's share of it takes 1 slot for each of F, I and W."""
+    """Several schedules of one model. A rank's share of the model takes 1 slot for each of F, I and W."""
     costs = StageCosts.uniform(1, p, p, p)
     plans = (plan_of(name, p, m) for name in schedules)
     return [simulated_timeline(simulate(q, costs.regrouped(q.placement.num_stages), network)) for q in plans]
