@@ -1,1 +1,3 @@
-"""Megatron's flags without Megatron: their names, kinds and defaults, and how words and files give them values."""
+"""A table of Megatron's flags that needs no Megatron: names, kinds and defaults, and readers of command lines and
+files.
+"""

@@ -1,5 +1,5 @@
-"""The flags of a training script, as they are written: read and changed without knowing the script's parser. `check`,
-`advise` and `parity` split words by it."""
+"""Reads and changes the flags of a training script as they are written, without knowledge of the script's parser.
+`check`, `advise` and `parity` split command lines with it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags in order, each with the words up to the next one; words before the first flag have the name ""."""
+    """Flags in their order. A flag has the words up to the next flag as values. Words before the first flag have the
+    name ""."""
 
     items: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @staticmethod
     def read(words: Sequence[str]) -> Flags:
-        """`--name value ...`, `--name=value` and `--switch`."""
+        """Reads `--name value ...`, `--name=value` and `--switch`."""
         items: list[tuple[str, tuple[str, ...]]] = []
         for word in words:
             if word.startswith("--"):
@@ -34,12 +35,12 @@ class Flags:
         return any(known == name for known, _ in self.items)
 
     def text(self, name: str, default: str = "") -> str:
-        """The last value given; "" for a switch."""
+        """The last value that the words give; "" for a switch."""
         found = [" ".join(values) for known, values in self.items if known == name]
         return found[-1] if found else default
 
     def number(self, name: str, default: int) -> int:
-        """Raises ValueError where the value is no whole number."""
+        """The last value as a number. Raises ValueError if it is not a whole number."""
         text = self.text(name)
         return int(text) if text else default
 
@@ -47,7 +48,10 @@ class Flags:
         return Flags(tuple(item for item in self.items if item[0] not in names))
 
     def with_values(self, **values: object) -> Flags:
-        """Each replaced where it is, or added; names with _ for -. True: a switch. False and None: removed."""
+        """The flags with new values. A flag that exists keeps its place; another is added at the end.
+
+        Names are written with _ instead of -. True makes the flag a switch; False and None remove it.
+        """
         flags = self
         for key, value in values.items():
             flags = flags.set("--" + key.replace("_", "-"), value)

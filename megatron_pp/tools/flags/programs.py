@@ -1,8 +1,12 @@
-"""Which key of which program is which of Megatron's settings: `programs.csv`, whose first fitting row counts.
+"""Maps the keys of each program to Megatron's settings, by the table `programs.csv`. The first row that fits a key
+counts.
 
-A key is a path with dots, ``*`` for any rest of it. A setting that begins with "!" is the opposite of the key's value;
-"=config" is the setting that the key's last part names in a config of Megatron-core; one that is empty is read and has
-nothing to do with the pipeline.
+A key is a path with dots; ``*`` matches any part of it. The column "setting" has one of these:
+
+name      the setting has the key's value
+!name     the setting has the opposite of the key's value
+=config   the key's last part is the name of a field in a config of Megatron-core
+(empty)   the key has nothing to do with the pipeline and is ignored
 """
 
 import csv
@@ -32,7 +36,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def read_keys(program: str, values: Mapping[str, Any]) -> Read:
-    """The settings among ``values``, which are a file's, flat. None is a value that is not given."""
+    """The settings among ``values``, the flat values of a file. A value of None counts as not given."""
     read = Read()
     for key, value in values.items():
         setting = setting_of(program, key)
@@ -47,7 +51,7 @@ def read_keys(program: str, values: Mapping[str, Any]) -> Read:
 
 
 def setting_of(program: str, key: str) -> str | None:
-    """ "" for a key that has nothing to do with the pipeline, None for one that is not known."""
+    """The setting of a key: "" if the key has nothing to do with the pipeline, None if the key is not known."""
     for row in rows():
         if row.program == program and fnmatch.fnmatchcase(key, row.key):
             return _of_config(key.rpartition(".")[2]) if row.setting == CONFIG else row.setting
@@ -60,7 +64,7 @@ def _of_config(name: str) -> str | None:
     named = next((row.setting for row in rows() if row.program == "config" and row.key == name), name)
     if named.removeprefix("!") in settings():
         return named
-    option = "--" + name.replace("_", "-")  # a flag may have another name than its setting
+    option = "--" + name.replace("_", "-")  # a flag and its setting may have different names
     if option not in options():
         return None
     opposite = options()[option].options[option] is False

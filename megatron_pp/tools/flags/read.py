@@ -1,4 +1,4 @@
-"""Words of a command line, and values of a file, as Megatron's settings."""
+"""Reads the words of a command line, or the values of a file, as Megatron's settings."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,13 @@ _WORDS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0"
 
 @dataclass
 class Read:
-    """``given``: setting -> value; ``spelling``: as it was written; ``unknown``: what is no setting of Megatron's;
-    ``wrong``: sentences about values of the wrong kind."""
+    """The settings that were read.
+
+    given     setting -> value
+    spelling  setting -> the name that the user wrote
+    unknown   names that are not settings of Megatron
+    wrong     sentences about values of the wrong kind
+    """
 
     given: dict[str, Any] = field(default_factory=dict)
     spelling: dict[str, str] = field(default_factory=dict)
@@ -20,7 +25,7 @@ class Read:
     wrong: list[str] = field(default_factory=list)
 
     def put(self, name: str, spelling: str, value: Any) -> None:
-        """A value of a file. One of the wrong kind is kept in ``wrong`` only."""
+        """Adds a value. A value of the wrong kind goes to ``wrong`` only."""
         setting = settings().get(name)
         if setting is None:
             self.unknown.append(spelling)
@@ -33,7 +38,7 @@ class Read:
 
 
 def read_words(words: Sequence[str]) -> Read:
-    """Flags as Megatron's parser reads them; words before the first flag are left out."""
+    """The settings of a command line, as Megatron's parser reads it. Words before the first flag are left out."""
     read = Read()
     for option, values in words_of_flags(words):
         setting = options().get(option)
@@ -44,17 +49,17 @@ def read_words(words: Sequence[str]) -> Read:
         switched = setting.options[option]
         if switched is not None:
             if values:
-                read.wrong.append(f"{option} is a switch and takes no value; {' '.join(values)!r} was given")
+                read.wrong.append(f"{option} is a switch and takes no value, but {' '.join(values)!r} was given")
             read.given[setting.name] = switched
         elif not values:
-            read.wrong.append(f"{option} needs a value, and has none")
+            read.wrong.append(f"{option} needs a value, but none was given")
         else:
             read.put(setting.name, option, values if setting.kind.endswith("list") else " ".join(values))
     return read
 
 
 def words_of_flags(words: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
-    """Each flag with the words up to the next one; words before the first flag are left out."""
+    """Each flag with the words up to the next flag. Words before the first flag are left out."""
     found: list[tuple[str, list[str]]] = []
     for word in words:
         if word.startswith("--") and len(word) > 2:
@@ -66,13 +71,14 @@ def words_of_flags(words: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
 
 
 def typed(setting: Setting, value: Any) -> Any:
-    """``value`` as Megatron's parser would have it. Raises ValueError that ends the sentence "NAME ..."."""
+    """``value`` as Megatron's parser would convert it. Raises ValueError; its text continues the sentence "NAME
+    ..."."""
     if value is None:
         return None
     if setting.kind in SWITCHES:
         found = value if isinstance(value, bool) else _WORDS.get(str(value).lower())
         if found is None:
-            raise ValueError(f"is {value!r}; it is true or false")
+            raise ValueError(f"is {value!r}; it must be true or false")
         return found
     if setting.kind.endswith(" list"):
         items = value if isinstance(value, (list, tuple)) else str(value).split()
@@ -93,9 +99,9 @@ def _one(kind: str, value: Any) -> Any:
             raise ValueError
         return int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"is {value!r}; it is a {'whole number' if kind == 'int' else 'number'}") from None
+        raise ValueError(f"is {value!r}; it must be a {'whole number' if kind == 'int' else 'number'}") from None
 
 
 def defaults() -> Mapping[str, Any]:
-    """Of Megatron's parser."""
+    """The defaults of Megatron's parser."""
     return {name: one.default for name, one in settings().items()}

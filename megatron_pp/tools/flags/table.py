@@ -20,11 +20,12 @@ SWITCHES = (ON, OFF, EITHER)
 class Setting:
     """One of Megatron's arguments.
 
-    kind      "int", "float", "text", each with " list" where it takes several; "on", "off" or "either" of a switch
-    options   how it is written -> the value that a switch has then; None where it takes a value. Without any it is a
-              field of a config of Megatron-core that no flag sets
-    default   of Megatron's parser
-    releases  of Megatron-core that have it, among those that the table was made from
+    kind      "int", "float" or "text", followed by " list" if it takes several values; a switch is "on", "off" or
+              "either"
+    options   flag -> the value that this switch sets, or None if the flag takes a value. Empty for a field of a config
+              of Megatron-core that no flag sets
+    default   the default of Megatron's parser
+    releases  the releases of Megatron-core that have the argument, among those that the table was made from
     """
 
     name: str
@@ -39,12 +40,12 @@ class Setting:
 
 
 _OWN = (Setting("pipeline_schedule", "text", {}, None, ()),)
-"""What other programs, and this engine, set beside Megatron."""
+"""Settings that Megatron does not have, but other programs or this engine."""
 
 
 @functools.cache
 def settings() -> Mapping[str, Setting]:
-    """All, by name."""
+    """All settings, by name."""
     with _FILE.open(encoding="utf-8", newline="") as file:
         rows = [_setting(row) for row in csv.DictReader(file)]
     return {one.name: one for one in (*rows, *_OWN)}
@@ -52,7 +53,7 @@ def settings() -> Mapping[str, Setting]:
 
 @functools.cache
 def options() -> Mapping[str, Setting]:
-    """All, by each way to write them."""
+    """All settings, by flag. A setting that has several flags is there once for each."""
     return {option: one for one in settings().values() for option in one.options}
 
 

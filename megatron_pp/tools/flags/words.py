@@ -1,4 +1,4 @@
-"""Flags of programs whose parsers are not known: names with underscores, and values as they look."""
+"""Reads the flags of programs whose parsers are not known. The look of a value decides its type."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,8 +7,11 @@ from megatron_pp.tools.flags.flags import Flags
 
 
 def values_of_words(words: Sequence[str]) -> dict[str, Any]:
-    """Flag -> value: True for a switch, a number or a truth value where it looks like one, a list of several words.
-    Words before the first flag are left out."""
+    """Flag, written with underscores -> its value.
+
+    A switch has the value True. A value that looks like a number, a truth value or None is one. Several words are a
+    list of text. Words before the first flag are left out.
+    """
     found: dict[str, Any] = {}
     for flag, values in Flags.read(words).items:
         name = flag.removeprefix("--").replace("-", "_")

@@ -421,4 +421,4 @@ def test_files_that_check_reads_give_the_same_answer(command, tmp_path):
         assert command(*words, "--megatron-args", tmp_path / name)[:2] == expected[:2]
     (tmp_path / "gpt.yaml").write_text(sizes.replace("14", "many"))
     code, _, complaint = command(*words, "--megatron-args", tmp_path / "gpt.yaml")
-    assert (code, "num_layers is 'many'; it is a whole number" in complaint) == (2, True)
+    assert (code, "num_layers is 'many'; it must be a whole number" in complaint) == (2, True)

@@ -1,4 +1,4 @@
-"""The table of Megatron's flags, and how words and values become settings."""
+"""The table of Megatron's flags, and how flags and values become settings."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def test_words_are_read_as_megatrons_parser_reads_them() -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("--num-layers four", "--num-layers is 'four'; it is a whole number"),
-        ("--num-layers", "--num-layers needs a value, and has none"),
-        ("--swiglu 3", "--swiglu is a switch and takes no value; '3' was given"),
+        ("--num-layers four", "--num-layers is 'four'; it must be a whole number"),
+        ("--num-layers", "--num-layers needs a value, but none was given"),
+        ("--swiglu 3", "--swiglu is a switch and takes no value, but '3' was given"),
     ],
 )
 def test_values_of_the_wrong_kind(words: str, complaint: str) -> None:

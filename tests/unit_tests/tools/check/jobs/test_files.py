@@ -263,11 +263,11 @@ def test_files_that_are_missing_or_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("model.num_layers=many", "model.num_layers is 'many'; it is a whole number"),
-        ("model.num_layers=3.5", "model.num_layers is 3.5; it is a whole number"),
-        ("model.sequence_parallel=7", "model.sequence_parallel is 7; it is true or false"),
-        ("optimizer.lr=fast", "optimizer.lr is 'fast'; it is a number"),
-        ("model.num_layers=true", "model.num_layers is True; it is a whole number"),
+        ("model.num_layers=many", "model.num_layers is 'many'; it must be a whole number"),
+        ("model.num_layers=3.5", "model.num_layers is 3.5; it must be a whole number"),
+        ("model.sequence_parallel=7", "model.sequence_parallel is 7; it must be true or false"),
+        ("optimizer.lr=fast", "optimizer.lr is 'fast'; it must be a number"),
+        ("model.num_layers=true", "model.num_layers is True; it must be a whole number"),
     ],
 )
 def test_values_of_the_wrong_kind_are_errors(tmp_path: Path, change: str, words: str) -> None:
