@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_pp.faults import stall_detector
+from megatron_pp.faults.causes import stall_detector
 from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.communicators import close_communicators
 from megatron_pp.testing.toy import ToyBlock, ToyData, ToyResult, reference_run

@@ -22,8 +22,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megatron_pp.faults.causes.stall_detector import STOPPED_SECONDS
 from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
-from megatron_pp.faults.stall_detector import STOPPED_SECONDS
 from testkit.fault_injection import KILL, STOP, Fault
 from testkit.rank_processes import DIED, RankProcesses, RanksTimedOutError
 

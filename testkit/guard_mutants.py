@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from megatron_pp.faults.device_events import CompletedWork, EventQueries
 from megatron_pp.faults.failing import Failing
 from megatron_pp.faults.guard import FaultGuard
 from megatron_pp.faults.heartbeat import Heartbeat
-from megatron_pp.faults.records import Progress
-from megatron_pp.faults.tracker import Outside
+from megatron_pp.faults.position.device_events import CompletedWork, EventQueries
+from megatron_pp.faults.position.tracker import Outside
+from megatron_pp.faults.store.records import Progress
 
 
 class OnDeviceZero(EventQueries):

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_pp.faults.fault_store import FaultStore
-from megatron_pp.faults.records import Entry
+from megatron_pp.faults.store.fault_store import FaultStore
+from megatron_pp.faults.store.records import Entry
 from megatron_pp.testing.toy import ToyData
 from testkit.step_runs import Rank, pipeline
 

@@ -44,7 +44,7 @@ from examples.gpt.trainer import Trainer
 from megatron_pp import TransformerConfig, parallel_state, split_weight_grad
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError, PipelineError, PlanError
-from megatron_pp.faults.processes import process_of
+from megatron_pp.faults.store.processes import process_of
 from megatron_pp.features.measuring.measuring import FILE_NAME
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.orders import find_family

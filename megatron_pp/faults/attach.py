@@ -18,12 +18,12 @@ from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.faults.consistency import RECEIVES, SENDS
 from megatron_pp.faults.guard import FaultGuard
-from megatron_pp.faults.places import Source
+from megatron_pp.faults.position.places import Source
 from megatron_pp.feature_table import FEATURES, PRIVATE_SETTINGS
 from megatron_pp.plan.ir.spec import PlanSpec
 
 if TYPE_CHECKING:
-    from megatron_pp.faults.device_events import CompletedWork
+    from megatron_pp.faults.position.device_events import CompletedWork
 
 logger = logging.getLogger("megatron_pp")
 
@@ -127,7 +127,7 @@ def _abort_all_groups() -> None:
 
 
 def _completed_work(device: torch.device) -> CompletedWork:
-    from megatron_pp.faults.device_events import CompletedWork
+    from megatron_pp.faults.position.device_events import CompletedWork
 
     return CompletedWork(device)
 

@@ -4,7 +4,7 @@ import threading
 
 from megatron_pp.faults.attach import GUARDS
 from megatron_pp.faults.guard import FaultGuard
-from megatron_pp.faults.tracker import Outside
+from megatron_pp.faults.position.tracker import Outside
 
 
 def cause_between_steps(error: BaseException) -> BaseException:

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 from megatron_pp.common.bounded_cache import BoundedCache
-from megatron_pp.faults.records import ENTERING, Entry, Progress
+from megatron_pp.faults.store.records import ENTERING, Entry, Progress
 
 MOVE = "step_number"
 """In a description: how the number changed; compared."""

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pp.comm import abort, failed_transfers  # noqa: F401 (loaded now: later there may be no file to open)
 from megatron_pp.errors import CommunicatorClosedError, PipelineError, PipelinePeerError
-from megatron_pp.faults import diagnosis, host_threads, mutual_waits, positions, stall_detector
+from megatron_pp.faults.causes import diagnosis, mutual_waits, positions, stall_detector
+from megatron_pp.faults.causes.liveness import state_of
 from megatron_pp.faults.consistency import Mismatch
-from megatron_pp.faults.failures import EXCEPTION, MISMATCH, STALL, Failure
-from megatron_pp.faults.liveness import state_of
-from megatron_pp.faults.records import AFTER, DONE, IN_STEP, Progress
+from megatron_pp.faults.position import host_threads
+from megatron_pp.faults.store.failures import EXCEPTION, MISMATCH, STALL, Failure
+from megatron_pp.faults.store.records import AFTER, DONE, IN_STEP, Progress
 
 if TYPE_CHECKING:
     from megatron_pp.faults.guard import FaultGuard

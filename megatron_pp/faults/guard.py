@@ -24,18 +24,18 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pp.errors import CommunicatorClosedError
 from megatron_pp.faults import consistency
-from megatron_pp.faults.fault_store import FaultStore
 from megatron_pp.faults.heartbeat import Heartbeat, Pace
-from megatron_pp.faults.places import Source
-from megatron_pp.faults.records import AFTER, Entry, Progress
-from megatron_pp.faults.tracker import Outside, Tracker
+from megatron_pp.faults.position.places import Source
+from megatron_pp.faults.position.tracker import Outside, Tracker
+from megatron_pp.faults.store.fault_store import FaultStore
+from megatron_pp.faults.store.records import AFTER, Entry, Progress
 from megatron_pp.faults.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from megatron_pp.faults.device_events import CompletedWork
     from megatron_pp.faults.failing import Failing
-    from megatron_pp.faults.failures import Failure
-    from megatron_pp.faults.host_ahead import InstructionMarks
+    from megatron_pp.faults.position.device_events import CompletedWork
+    from megatron_pp.faults.position.host_ahead import InstructionMarks
+    from megatron_pp.faults.store.failures import Failure
 
 logger = logging.getLogger("megatron_pp")
 
@@ -108,7 +108,7 @@ class FaultGuard:
     def _made_tracker(self) -> tuple[Tracker, InstructionMarks | None]:
         if self.completed is None:
             return Tracker(self.rank, self.size), None
-        from megatron_pp.faults.host_ahead import InstructionMarks, TrackerOfDevice
+        from megatron_pp.faults.position.host_ahead import InstructionMarks, TrackerOfDevice
 
         tracker = TrackerOfDevice(self.rank, self.size, self.completed)
         return tracker, InstructionMarks(tracker)
@@ -150,7 +150,7 @@ class FaultGuard:
     def raise_unreported(self) -> None:
         """Raises the failure that was found since the last step, if no step has raised it."""
         if self.failure is not None and self.over is None:
-            from megatron_pp.faults import diagnosis
+            from megatron_pp.faults.causes import diagnosis
 
             self.over = diagnosis.first_line(self.failure)
             self.tracker.rest()

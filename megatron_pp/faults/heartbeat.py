@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_pp.common.finalizers import call_at_exit
-from megatron_pp.faults.fault_store import FaultStore
-from megatron_pp.faults.peers import Peers
-from megatron_pp.faults.records import AFTER, DONE, Entry, Progress, RecordError
-from megatron_pp.faults.tracker import Tracker
+from megatron_pp.faults.position.tracker import Tracker
+from megatron_pp.faults.store.fault_store import FaultStore
+from megatron_pp.faults.store.peers import Peers
+from megatron_pp.faults.store.records import AFTER, DONE, Entry, Progress, RecordError
 
 if TYPE_CHECKING:
-    from megatron_pp.faults.failures import Failure
+    from megatron_pp.faults.store.failures import Failure
 
 # Seconds.
 _FAST_POLL = 0.02

@@ -11,7 +11,7 @@ from megatron_pp.faults.consistency import (
     digest_with,
     may_differ,
 )
-from megatron_pp.faults.records import ENTERING, Entry, Progress
+from megatron_pp.faults.store.records import ENTERING, Entry, Progress
 
 
 class Difference(NamedTuple):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_pp.faults.consistency import LAYERS, Mismatch
-from megatron_pp.faults.records import Entry
+from megatron_pp.faults.store.records import Entry
 
 _ONE_CHUNK = re.compile(r"layers (-?\d{1,9}) to (-?\d{1,9}) in chunk (\d{1,9}) \(stage (\d{1,9})\)")
 

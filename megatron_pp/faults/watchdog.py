@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_pp.common.finalizers import call_at_exit
 from megatron_pp.faults.heartbeat import Heartbeat
-from megatron_pp.faults.tracker import Tracker
+from megatron_pp.faults.position.tracker import Tracker
 
 _JOIN = 5.0  # seconds: longer than it takes to report a failure and to abort the communicator
 

@@ -19,9 +19,9 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from megatron_pp.faults.failures import EXCEPTION, Failure
-from megatron_pp.faults.fault_store import FaultStore
 from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.faults.store.failures import EXCEPTION, Failure
+from megatron_pp.faults.store.fault_store import FaultStore
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.runtime.communicators import communicator_for

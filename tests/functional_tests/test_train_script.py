@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from examples.gpt.checkpoint import find_checkpoint
 from examples.gpt.program import main
-from megatron_pp.faults.liveness import ALIVE, STOPPED, state_of
-from megatron_pp.faults.processes import process_of
+from megatron_pp.faults.causes.liveness import ALIVE, STOPPED, state_of
+from megatron_pp.faults.store.processes import process_of
 from megatron_pp.tracing.run import load_run
 from testkit.processes import RankFailedError, run_processes
 from testkit.train_flags import SMALL_MODEL

@@ -32,7 +32,7 @@ from megatron_pp.comm.channels import SHAPES
 from megatron_pp.comm.transport import P2PRequest, Preparation
 from megatron_pp.config.conversions import chosen_steps
 from megatron_pp.errors import P2PError, P2PTransferError
-from megatron_pp.faults.device_events import CompletedWork, EventQueries
+from megatron_pp.faults.position.device_events import CompletedWork, EventQueries
 from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
@@ -49,7 +49,7 @@ from testkit.streams.cuda import replaced
 from testkit.train_flags import SMALL_MODEL
 from testkit.training_ranks import train_here
 from testkit.virtual_ranks import run_on_virtual_devices, virtual_machine
-from tests.unit_tests.faults.test_hosts_that_run_ahead import Runtime
+from tests.unit_tests.faults.position.test_hosts_that_run_ahead import Runtime
 from tests.unit_tests.features.modules import test_modules_steps
 from tests.unit_tests.testkit import test_streams_steps
 

@@ -21,7 +21,7 @@ from gpu_day.bench import Sizes
 from gpu_day.parts import exposed, faults, megatron, more_waits, named, overlap, pairs, waits
 
 from benchmarks.report import BenchmarkError
-from megatron_pp.faults import mutual_waits
+from megatron_pp.faults.causes import mutual_waits
 from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.plan.ir.instruction import FREE_F
 from megatron_pp.runtime.executor import PlanExecutor

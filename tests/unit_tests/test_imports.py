@@ -30,7 +30,7 @@ IN_CIRCLES = {
     "megatron_pp.plan.lower.turns": {"megatron_pp.plan.costs.measured"},
     # What an object does where a step fails is in a module that loads then.
     "megatron_pp.faults.failing": {"megatron_pp.faults.guard"},
-    "megatron_pp.faults.failures": {"megatron_pp.faults.fault_store"},
+    "megatron_pp.faults.store.failures": {"megatron_pp.faults.store.fault_store"},
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_pp.comm import collectives, events
-from megatron_pp.faults.device_events import CompletedWork
-from megatron_pp.faults.tracker import Place
+from megatron_pp.faults.position.device_events import CompletedWork
+from megatron_pp.faults.position.tracker import Place
 from megatron_pp.features.offload import host_copies
 from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.plan.ir.spec import PlanSpec
@@ -19,7 +19,7 @@ from testkit.stream_runs import POLICIES, on_one_device, plan_on_streams, toy_st
 from testkit.streams import StreamReport
 from testkit.streams import cuda as virtual
 from testkit.streams.device import current_device
-from tests.unit_tests.faults.test_hosts_that_run_ahead import Kernel
+from tests.unit_tests.faults.position.test_hosts_that_run_ahead import Kernel
 
 
 class GivesBackWhenRecorded(events.EventPool):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_pp.faults.processes import process_of
-from megatron_pp.faults.records import Process
+from megatron_pp.faults.store.processes import process_of
+from megatron_pp.faults.store.records import Process
 from tests.unit_tests.faults.guards import new_guard
 
 

@@ -27,8 +27,8 @@ from megatron_pp.faults.consistency import (
     last_change,
 )
 from megatron_pp.faults.histories import Difference, difference, entries_in, find_late_mismatch, in_force
-from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Entry, Progress
-from megatron_pp.faults.tracker import Tracker
+from megatron_pp.faults.position.tracker import Tracker
+from megatron_pp.faults.store.records import DONE, ENTERING, IN_STEP, Entry, Progress
 from megatron_pp.testing.threads import run_ranks
 from testkit.guarded_ranks import Call, Outcome, published_entries, run_programs
 from tests.unit_tests.faults.guards import new_guard, new_source

@@ -16,10 +16,10 @@ from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError, Pipel
 from megatron_pp.faults import attach
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.between_steps import ended_by
-from megatron_pp.faults.failures import EXCEPTION, Failure
-from megatron_pp.faults.fault_store import FaultStore
-from megatron_pp.faults.processes import this_process
-from megatron_pp.faults.records import AFTER, DONE, Process, Progress
+from megatron_pp.faults.store.failures import EXCEPTION, Failure
+from megatron_pp.faults.store.fault_store import FaultStore
+from megatron_pp.faults.store.processes import this_process
+from megatron_pp.faults.store.records import AFTER, DONE, Process, Progress
 from megatron_pp.integrations.megatron.steps.after_step import WatchedEnd
 from megatron_pp.integrations.megatron.steps.call import MegatronHost
 from megatron_pp.p2p_communication import P2PCommunicator

@@ -24,9 +24,9 @@ from megatron_pp.errors import (
 )
 from megatron_pp.faults import failing
 from megatron_pp.faults.attach import watched
-from megatron_pp.faults.failures import EXCEPTION, MISMATCH, STALL, Failure
-from megatron_pp.faults.fault_store import FaultStore
-from megatron_pp.faults.records import IN_STEP, Process, Progress
+from megatron_pp.faults.store.failures import EXCEPTION, MISMATCH, STALL, Failure
+from megatron_pp.faults.store.fault_store import FaultStore
+from megatron_pp.faults.store.records import IN_STEP, Process, Progress
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_pp.errors import PipelinePeerError, PipelineStallError
-from megatron_pp.faults.device_events import CompletedWork
-from megatron_pp.faults.failures import EXCEPTION, Failure
-from megatron_pp.faults.fault_store import FaultStore
 from megatron_pp.faults.guard import FaultGuard
+from megatron_pp.faults.position.device_events import CompletedWork
+from megatron_pp.faults.store.failures import EXCEPTION, Failure
+from megatron_pp.faults.store.fault_store import FaultStore
 from tests.unit_tests.faults.guards import raised_by
 
 

@@ -32,8 +32,8 @@ from megatron_pp.errors import (
     PlanError,
     ScheduleInputError,
 )
-from megatron_pp.faults.failures import Failure
-from megatron_pp.faults.records import Entry, Process, Progress, RecordError, decode, encode
+from megatron_pp.faults.store.failures import Failure
+from megatron_pp.faults.store.records import Entry, Process, Progress, RecordError, decode, encode
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.costs.measured import Measured, measured_values
 from megatron_pp.plan.io.serialize import FORMATS, format_plan, load_plan, parse_plan

@@ -7,10 +7,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from megatron_pp.faults.records import FAILED, TICKETS, Process, RecordError, decode, encode
+from megatron_pp.faults.store.records import FAILED, TICKETS, Process, RecordError, decode, encode
 
 if TYPE_CHECKING:
-    from megatron_pp.faults.fault_store import FaultStore
+    from megatron_pp.faults.store.fault_store import FaultStore
 
 EXCEPTION = "exception"  # a rank raised an error of its own
 MISMATCH = "mismatch"  # ranks entered a step with different plans or shapes

@@ -6,14 +6,14 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from megatron_pp.faults.places import Place, Source, waits_on
-from megatron_pp.faults.records import NO_HOST
-from megatron_pp.faults.tracker import Tracker
+from megatron_pp.faults.position.places import Place, Source, waits_on
+from megatron_pp.faults.position.tracker import Tracker
+from megatron_pp.faults.store.records import NO_HOST
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 
 if TYPE_CHECKING:
-    from megatron_pp.faults.device_events import CompletedWork
+    from megatron_pp.faults.position.device_events import CompletedWork
 
 _UNMOVED = 1.0  # seconds in an instruction, after which the tracker checks whether the host moves within it
 _NOT_ON_A_STREAM = ins.POST_OPS | ins.HAND_OPS | {ins.BATCH}
@@ -66,7 +66,7 @@ class TrackerOfDevice(Tracker):
         elif self._device_computes():
             self._host_moved_at = max(self._host_moved_at, self.completed.known_at)
         elif now - self._host_moved_at >= _UNMOVED:
-            from megatron_pp.faults import host_threads
+            from megatron_pp.faults.position import host_threads
 
             places = host_threads.places(self._thread)
             if self._host_places not in (None, places):

@@ -10,9 +10,9 @@ wait for each other's messages (``mutual_waits.py``).
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_pp.faults.liveness import DEAD, STOPPED, TRACED
-from megatron_pp.faults.peers import Peer, Peers
-from megatron_pp.faults.records import DONE, Process
+from megatron_pp.faults.causes.liveness import DEAD, STOPPED, TRACED
+from megatron_pp.faults.store.peers import Peer, Peers
+from megatron_pp.faults.store.records import DONE, Process
 
 StateOf = Callable[[Process], str]
 

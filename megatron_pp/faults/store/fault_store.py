@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.comm.stores import private_client
-from megatron_pp.faults.records import FAILED, TICKETS, Entry, Process, Progress, Record, decode, encode
+from megatron_pp.faults.store.records import FAILED, TICKETS, Entry, Process, Progress, Record, decode, encode
 
 if TYPE_CHECKING:
-    from megatron_pp.faults.failures import Failure
+    from megatron_pp.faults.store.failures import Failure
 
 _ROOT = "megatron_pp"
 
@@ -62,7 +62,7 @@ class FaultStore:
 
     def publish_failure(self, failure: Failure) -> None:
         """Publish ``failure`` to the job."""
-        from megatron_pp.faults import failures
+        from megatron_pp.faults.store import failures
 
         failures.publish(self, failure)
 
@@ -70,7 +70,7 @@ class FaultStore:
         """The first error that a rank raised, or else the first failure published. One ``check`` if there is none."""
         if not self.store.check([self.job_key(FAILED)]):
             return None
-        from megatron_pp.faults import failures
+        from megatron_pp.faults.store import failures
 
         return failures.read(self)
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from megatron_pp.errors import PipelineStallError
-from megatron_pp.faults.mutual_waits import find, in_words, mutual_waits
-from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, NO_HOST, Progress
+from megatron_pp.faults.causes.mutual_waits import find, in_words, mutual_waits
+from megatron_pp.faults.store.records import DONE, ENTERING, IN_STEP, NO_HOST, Progress
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir import instruction as ins

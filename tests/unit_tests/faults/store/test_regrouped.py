@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pp.errors import PipelinePeerError
-from megatron_pp.faults.failures import EXCEPTION, Failure
-from megatron_pp.faults.fault_store import FaultStore
-from megatron_pp.faults.processes import this_process
-from megatron_pp.faults.records import Process
+from megatron_pp.faults.store.failures import EXCEPTION, Failure
+from megatron_pp.faults.store.fault_store import FaultStore
+from megatron_pp.faults.store.processes import this_process
+from megatron_pp.faults.store.records import Process
 from tests.unit_tests.faults.guards import new_guard, raised_by
 
 TIMEOUT = 4.0

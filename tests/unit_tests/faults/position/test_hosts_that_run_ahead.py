@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from megatron_pp.errors import PipelinePeerError, PipelineStallError
-from megatron_pp.faults import device_events
-from megatron_pp.faults.device_events import CompletedWork, EventQueries
+from megatron_pp.faults.causes.positions import awaited_ranks, pending_peers
 from megatron_pp.faults.guard import FaultGuard
-from megatron_pp.faults.host_ahead import TrackerOfDevice
-from megatron_pp.faults.positions import awaited_ranks, pending_peers
-from megatron_pp.faults.records import DONE, IN_STEP, Process, Progress, decode
-from megatron_pp.faults.tracker import Place, Tracker
+from megatron_pp.faults.position import device_events
+from megatron_pp.faults.position.device_events import CompletedWork, EventQueries
+from megatron_pp.faults.position.host_ahead import TrackerOfDevice
+from megatron_pp.faults.position.tracker import Place, Tracker
+from megatron_pp.faults.store.records import DONE, IN_STEP, Process, Progress, decode
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec

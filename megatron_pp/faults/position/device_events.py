@@ -20,7 +20,7 @@ import torch
 from megatron_pp.comm.events import EventPool
 
 if TYPE_CHECKING:
-    from megatron_pp.faults.places import Place
+    from megatron_pp.faults.position.places import Place
 
 logger = logging.getLogger("megatron_pp")
 

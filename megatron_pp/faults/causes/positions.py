@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_pp.faults import diagnosis
-from megatron_pp.faults.places import Place, waits_on
-from megatron_pp.faults.tracker import Tracker
+from megatron_pp.faults.causes import diagnosis
+from megatron_pp.faults.position.places import Place, waits_on
+from megatron_pp.faults.position.tracker import Tracker
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 

@@ -22,8 +22,8 @@ from megatron_pp.errors import (
     SendBufferError,
 )
 from megatron_pp.faults.attach import close_guard, watched
-from megatron_pp.faults.diagnosis import is_consequence, tail_of, text_of, type_name
-from megatron_pp.faults.records import MAX_TEXT
+from megatron_pp.faults.causes.diagnosis import is_consequence, tail_of, text_of, type_name
+from megatron_pp.faults.store.records import MAX_TEXT
 from megatron_pp.testing.toy import ToyData, toy_forward_step
 from testkit.step_runs import Rank, pipeline
 

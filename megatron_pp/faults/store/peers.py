@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatron_pp.faults.records import Entry, Progress
+from megatron_pp.faults.store.records import Entry, Progress
 
 if TYPE_CHECKING:
-    from megatron_pp.faults.failures import Failure
+    from megatron_pp.faults.store.failures import Failure
 
 
 @dataclass

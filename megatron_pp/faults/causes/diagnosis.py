@@ -13,10 +13,10 @@ from types import TracebackType
 from torch.distributed import DistError
 
 from megatron_pp import errors
-from megatron_pp.faults import failures, records
-from megatron_pp.faults.failures import Failure
-from megatron_pp.faults.places import instruction_at, waits_on
-from megatron_pp.faults.records import Progress, cut
+from megatron_pp.faults.position.places import instruction_at, waits_on
+from megatron_pp.faults.store import failures, records
+from megatron_pp.faults.store.failures import Failure
+from megatron_pp.faults.store.records import Progress, cut
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan

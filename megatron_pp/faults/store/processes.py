@@ -4,7 +4,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
-from megatron_pp.faults.records import Process
+from megatron_pp.faults.store.records import Process
 
 
 def this_process() -> Process:

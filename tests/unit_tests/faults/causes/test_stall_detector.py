@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron_pp.faults.diagnosis import (
+from megatron_pp.faults.causes.diagnosis import (
     around_positions,
     busy_ranks,
     doing,
@@ -21,12 +21,12 @@ from megatron_pp.faults.diagnosis import (
     waits_on,
     working_ranks,
 )
+from megatron_pp.faults.causes.liveness import ALIVE, DEAD, STOPPED, TRACED, UNKNOWN, state_of
+from megatron_pp.faults.causes.stall_detector import OwnState, find_stall
 from megatron_pp.faults.heartbeat import Pace
-from megatron_pp.faults.liveness import ALIVE, DEAD, STOPPED, TRACED, UNKNOWN, state_of
-from megatron_pp.faults.peers import Peers
-from megatron_pp.faults.processes import this_process
-from megatron_pp.faults.records import DONE, ENTERING, IN_STEP, Process, Progress
-from megatron_pp.faults.stall_detector import OwnState, find_stall
+from megatron_pp.faults.store.peers import Peers
+from megatron_pp.faults.store.processes import this_process
+from megatron_pp.faults.store.records import DONE, ENTERING, IN_STEP, Process, Progress
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement

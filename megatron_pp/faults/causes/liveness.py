@@ -1,7 +1,7 @@
 """Tells whether the process of a rank is alive, as far as this machine can know (Linux only)."""
 
-from megatron_pp.faults.processes import stat_of, this_host
-from megatron_pp.faults.records import Process
+from megatron_pp.faults.store.processes import stat_of, this_host
+from megatron_pp.faults.store.records import Process
 
 ALIVE = "alive"
 STOPPED = "stopped"  # by SIGSTOP or the terminal

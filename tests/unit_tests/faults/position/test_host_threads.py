@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from megatron_pp.faults import host_threads
+from megatron_pp.faults.position import host_threads
 from testkit.autograd_thread import autograd_thread
 
 pytestmark = pytest.mark.callers_thread  # each test has its own

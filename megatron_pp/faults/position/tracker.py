@@ -6,13 +6,13 @@ import time
 from typing import TYPE_CHECKING
 
 from megatron_pp.faults.consistency import changed
-from megatron_pp.faults.places import Place, Source, instruction_at
-from megatron_pp.faults.processes import this_process
-from megatron_pp.faults.records import AFTER, DONE, ENTERING, IN_STEP, NO_HOST, Progress
+from megatron_pp.faults.position.places import Place, Source, instruction_at
+from megatron_pp.faults.store.processes import this_process
+from megatron_pp.faults.store.records import AFTER, DONE, ENTERING, IN_STEP, NO_HOST, Progress
 from megatron_pp.plan.ir.instruction import Instruction
 
 if TYPE_CHECKING:
-    from megatron_pp.faults.device_events import CompletedWork
+    from megatron_pp.faults.position.device_events import CompletedWork
 
 
 class Outside:

@@ -18,8 +18,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_pp.faults.places import instruction_at
-from megatron_pp.faults.records import NO_HOST, Progress
+from megatron_pp.faults.position.places import instruction_at
+from megatron_pp.faults.store.records import NO_HOST, Progress
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan

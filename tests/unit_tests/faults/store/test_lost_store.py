@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pp.errors import PipelinePeerError, PipelineStallError
-from megatron_pp.faults import stall_detector
-from megatron_pp.faults.device_events import CompletedWork
+from megatron_pp.faults.causes import stall_detector
+from megatron_pp.faults.position.device_events import CompletedWork
 from tests.unit_tests.faults.guards import Unreachable, raised_by, wait_until_aborted
 
 

@@ -14,8 +14,9 @@ import torch
 
 from megatron_pp.comm import abort
 from megatron_pp.errors import PipelineError, PipelineStallError
-from megatron_pp.faults import device_events, failing, guard
-from megatron_pp.faults.records import Process
+from megatron_pp.faults import failing, guard
+from megatron_pp.faults.position import device_events
+from megatron_pp.faults.store.records import Process
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.pipeline import placement_of, run_rank, toy_step
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks
@@ -23,7 +24,7 @@ from testkit.guard_mutants import InWatchdog, OnDeviceZero, ReportsMemory, WithI
 from testkit.nccl_runs import on_nccl
 from testkit.plan_text import save_plan, small_plan, with_programs
 from testkit.streams import DeviceRules, StreamNetwork
-from tests.unit_tests.faults.test_hosts_that_run_ahead import SECONDS, SIZE, Job, Raised, eventually, kill
+from tests.unit_tests.faults.position.test_hosts_that_run_ahead import SECONDS, SIZE, Job, Raised, eventually, kill
 from tests.unit_tests.testkit.test_first_launches import GIS_H
 
 pytestmark = pytest.mark.usefixtures("nccl_settings")
