@@ -1,5 +1,7 @@
-"""``megatron-pp check`` on the small Megatron script that parity's tests use. It runs as a command where its process,
-or that of Megatron's parser, is tested. The other tests call it in this process.
+"""``megatron-pp check`` on the small Megatron script of parity's tests.
+
+It runs as a command in tests of its process, or of the process of Megatron's parser. Other tests call it in the test's
+process.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ def check(command: str, folder: Path, **environment: str) -> Said:
 def checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[str], Said]:
-    """``check`` in this process, in the test's folder; Megatron's parser runs in a fork of one that has torch."""
+    """Runs ``check`` in this process and in the test's folder. Megatron's parser runs in the fork of a process that has
+    imported torch."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(megatron_flags, "_asked", asked_in_a_fork)
 
@@ -101,7 +104,7 @@ def test_flags_are_read_by_the_scripts_own_parser(checked: Callable[[str], Said]
 
 
 def test_all_refusals_are_found_at_once(tmp_path: Path) -> None:
-    """Of the parser and of each check, with the settings that each is about."""
+    """The answer has the refusals of the parser and of each check, with the settings that they are about."""
     flags = "--num-layers 7 --pipeline-model-parallel-size 2 --global-batch-size 7 --micro-batch-size 2 --lr x --foo 3"
     said = check(f"--gpus 2 --json {PRETRAIN} {flags}", tmp_path)
     assert said.code == said.answer["exit_code"] == 1
@@ -114,7 +117,7 @@ def test_all_refusals_are_found_at_once(tmp_path: Path) -> None:
 def test_a_script_that_is_not_there_is_one_sentence(checked: Callable[[str], Said]) -> None:
     said = checked("--gpus 2 nothing.py --num-layers 2")
     assert (said.code, said.out) == (2, "")
-    assert said.complaint.startswith("megatron-pp check: nothing.py does not exist; check takes a script")
+    assert said.complaint.startswith("megatron-pp check: nothing.py does not exist; check reads a script")
     assert json.loads(checked("--gpus 2 --json nothing.py").out)["exit_code"] == 2
 
 
@@ -133,13 +136,13 @@ def test_answers_for_other_programs(checked: Callable[[str], Said], tmp_path: Pa
 
 
 def test_exit_codes(checked: Callable[[str], Said], tmp_path: Path) -> None:
-    """Nothing, risks, and risks that count; the other two are above."""
+    """Nothing found, risks only, and risks with --strict. Tests above have the other two exit codes."""
     (tmp_path / "gpt.yaml").write_text(RIGHT)
     assert checked("--gpus 4 gpt.yaml").code == 0
     (tmp_path / "gpt.yaml").write_text(RIGHT + "made_up: 3\n")
     said = checked("--gpus 4 gpt.yaml")
     assert said.code == 3
-    assert "not understood and not read: made_up" in said.out
+    assert "not known and were not read: made_up" in said.out
     assert checked("--gpus 4 --strict gpt.yaml").code == 1
 
 

@@ -1,7 +1,7 @@
-"""Megatron's checks are recorded instead of raised: on a module of arguments that has one of each kind.
+"""Megatron's checks are recorded instead of raised. The tests use a module of arguments that has each kind of check.
 
-The process that reads them is forked here from one that has imported torch; ``test_check_command.py`` starts it as
-``megatron-pp check`` does.
+The process that reads the flags is forked from a process that has imported torch. ``test_check_command.py`` starts it
+as ``megatron-pp check`` does.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ if __name__ == "__main__":
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     (tmp_path / "megatron" / "training").mkdir(parents=True)
-    (tmp_path / "megatron" / "training" / "__init__.py").touch()  # it goes before the installed Megatron's
+    (tmp_path / "megatron" / "training" / "__init__.py").touch()  # it is found before the installed Megatron
     (tmp_path / "megatron" / "training" / "arguments.py").write_text(ARGUMENTS)
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path / "train.py"
 
 
 def answer_of(rank: int, size: int, request: dict[str, Any]) -> Any:
-    """What the process prints."""
+    """The answer that the process prints."""
     return json.loads(json.dumps(read_request(request)))
 
 
@@ -130,7 +130,7 @@ def test_each_refusal_is_there_with_the_settings_that_it_is_about(script: Path) 
     found = {one.text.partition(" (--")[0]: one.settings for one in job.found if one.level == ERROR}
     assert found == {
         "Megatron refuses: world size (8) is not divisible by 6": ("world_size",),
-        "Megatron refuses: Megatron asks for not args.old_flag": ("old_flag",),
+        "Megatron refuses: this must hold: not args.old_flag": ("old_flag",),
         "Megatron refuses: layers must be divisible by stages": ("num_layers", "pipeline_model_parallel_size"),
     }
     assert job.validated
@@ -161,7 +161,7 @@ def test_flags_of_a_script_whose_function_is_elsewhere_may_be_right(script: Path
     script.write_text(imported.replace("--of-my-own", "--another"))
     job = read(script, "--of-my-own 3")
     assert not texts(job, ERROR)
-    assert "the script adds flags of its own, which may have it" in texts(job, RISK)[0]
+    assert "it may be one of the flags that the script adds" in texts(job, RISK)[0]
 
 
 def test_what_is_changed_is_told_in_megatrons_words(script: Path) -> None:
@@ -208,4 +208,4 @@ def test_a_script_with_a_parser_of_its_own_may_know_a_flag(script: Path) -> None
     script.write_text("import my_project\n\nmy_project.train()\n")
     job = read(script, "--of-my-own 3")
     assert not texts(job, ERROR)
-    assert "may have a parser of its own" in texts(job, RISK)[0]
+    assert "may have its own parser" in texts(job, RISK)[0]

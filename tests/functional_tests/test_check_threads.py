@@ -1,4 +1,4 @@
-"""Flags that broke in public threads, by Megatron's own parser and checks: check names what broke them there too.
+"""Flags that public threads report as broken, read by Megatron's own parser and checks: `check` finds their fault.
 
 `MEGATRON_CHECKOUT` names a checkout of Megatron-LM; its parser needs the Python and torch of its release.
 """
@@ -32,11 +32,11 @@ def checkout_that_this_python_runs() -> None:
 
 @pytest.mark.parametrize("broken", [one for one in NAMED if not one.file], ids=lambda one: one.name)
 def test_check_names_what_broke_it_by_megatrons_parser(broken: Broken) -> None:
-    """A refusal of Megatron's stands for the rule that knows the same."""
+    """A refusal by Megatron counts as a finding of the rule for the same fault."""
     words = [str(CHECKOUT / "pretrain_gpt.py"), *broken.given.split(), *REST.split()]
     job = read_job(Given(words, broken.gpus))
     assert job.validated
-    if broken.release != "0.19.2":  # which the checkout does not have
+    if broken.release != "0.19.2":  # the checkout is of 0.19.2
         job = broken.with_release(job)
     section = next(one for one in check(job, None).sections if one.name == broken.section)
     named = [one for one in section.findings if one.name == broken.finding]

@@ -1,1 +1,1 @@
-"""`megatron-pp check`: what would fail, compute wrongly, wait or run out of memory in a job, before it is launched."""
+"""`megatron-pp check`: finds errors, wrong numbers, waits and too little memory in a job before it is launched."""

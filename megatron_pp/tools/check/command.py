@@ -1,4 +1,4 @@
-"""A check: the sections of its answer, in their order, and what a program does with them."""
+"""Runs a check: makes the sections of its answer in their order, its exit code and its JSON."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_pp.tools.check.findings import ERROR, LEVELS, NOTE, RISK, SECTIONS
 from megatron_pp.tools.check.jobs.job import Job
 
 NOTHING, FAILS, RISKS = 0, 1, 3
-"""Exit codes: nothing found, something would fail or compute wrongly, risks only."""
+"""Exit codes: nothing found; the job would fail or compute wrongly; only risks found."""
 _MODULES = {"time": "step_time"}
-"""Section -> its module, where the names differ."""
+"""Section -> its module, if the module has another name."""
 _BESIDE_GPU = ("memory", "time")
 
 
@@ -26,7 +26,7 @@ class Answer:
     sections: tuple[Section, ...]
 
     def findings(self, level: str = "") -> list[Finding]:
-        """All of a level, or all."""
+        """All findings, or those of one level."""
         found = [one for section in self.sections for one in section.findings]
         return [one for one in found if level in ("", one.level)]
 
@@ -38,7 +38,7 @@ class Answer:
         return NOTHING
 
     def to_json(self, strict: bool = False) -> dict[str, Any]:
-        """JSON values: the job, each section's data and findings, and the exit code."""
+        """The answer as JSON values: the job, the data and findings of each section, and the exit code."""
         job = asdict(replace(self.job, found=()))
         job.pop("found")
         sections = {
@@ -53,8 +53,11 @@ class Answer:
 
 
 def check(job: Job, gpu: Gpu | None, numbers: Callable[[], Section] | None = None) -> Answer:
-    """All sections of the answer. ``gpu``: the card that the job runs on; None: not known. ``numbers``: what compares
-    the job with one process, where that is asked for."""
+    """The answer with all its sections.
+
+    ``gpu`` is the card that the job runs on, None if it is not known. ``numbers``, if given, compares the job with one
+    process and makes the section of the same name.
+    """
     sections = [_answered(name, job, gpu) for name in SECTIONS if name != "numbers"]
     if numbers is not None:
         sections.append(numbers())
@@ -62,7 +65,7 @@ def check(job: Job, gpu: Gpu | None, numbers: Callable[[], Section] | None = Non
 
 
 def _answered(name: str, job: Job, gpu: Gpu | None) -> Section:
-    """A section that cannot be answered says why: the others are still worth reading."""
+    """One section. If it raises, the error becomes its finding, so that the other sections are still shown."""
     module = f"megatron_pp.tools.check.{_MODULES.get(name, name)}"
     if importlib.util.find_spec(module) is None:
         return Section(name)
@@ -71,7 +74,7 @@ def _answered(name: str, job: Job, gpu: Gpu | None) -> Section:
         section: Section = answer(job, gpu) if name in _BESIDE_GPU else answer(job)
     except MegatronPPError as error:
         why = str(error)
-    except Exception as error:  # ours: the job may be right, and nobody has looked
+    except Exception as error:  # a fault of this command; the job was not checked and may be right
         why = f"{type(error).__name__}: {error}"
     else:
         return section
@@ -79,7 +82,8 @@ def _answered(name: str, job: Job, gpu: Gpu | None) -> Section:
 
 
 def _with_read(sections: Sequence[Section], found: Sequence[Finding]) -> list[Section]:
-    """Notes of reading are in front of those of the layout. The section "start" has what else reading found."""
+    """The sections with the notes that reading found, in front of the findings of "layout". The section "start" has the
+    other findings of reading."""
     notes = tuple(one for one in found if one.level == NOTE)
     return [
         replace(section, findings=(*notes, *section.findings)) if section.name == "layout" else section
@@ -88,5 +92,5 @@ def _with_read(sections: Sequence[Section], found: Sequence[Finding]) -> list[Se
 
 
 def sorted_findings(section: Section) -> list[Finding]:
-    """The worst first."""
+    """The findings of a section, the worst first."""
     return sorted(section.findings, key=lambda one: LEVELS.index(one.level))

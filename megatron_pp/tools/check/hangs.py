@@ -1,4 +1,4 @@
-"""Whether the plan of a job can hang, under the rules of the device, and whether `install()` runs it."""
+"""The section "hangs": whether the plan of a job can hang on its device, and whether `install()` runs this plan."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from megatron_pp.tools.check.priced import spec_of
 from megatron_pp.tools.check.stages import NoBatchError, microbatches_of, pipeline_size
 
 _PERIODS = 8
-"""Microbatches of the plan that is verified at most, in those of the pipeline's ranks."""
+"""The plan that is verified has at most this number of microbatches per pipeline rank."""
 _RULES = {
-    "rendezvous": "a send ends when its receive is posted",
-    "one_queue": "all that a rank issues goes through one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)",
-    "any_wait": "any operation may wait for an idle device, as at a kernel's first launch",
+    "rendezvous": "a send does not end before its receive is posted",
+    "one_queue": "all kernels and transfers of a rank go through one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)",
+    "any_wait": "any operation may wait until the device is idle, as the first launch of a kernel does",
 }
 
-_NOT_VERIFIED = "Megatron's own order is not verified here; Known faults has what is known of it."
-_SERVED = "install() runs every step: no setting leaves one to Megatron's own schedule."
+_NOT_VERIFIED = "Megatron's own order is not verified here; the section Known faults lists its known faults."
+_SERVED = "install() runs every step: none of the settings needs Megatron's own schedule."
 
 
 def section(job: Job) -> Section:
-    """What `verify` says of the plan that this engine runs under `install()`, or why Megatron's own schedule runs the
-    job's steps there too.
-    """
+    """The result of `verify` for the plan that this engine runs under `install()`. If `install()` leaves the job's
+    steps
+    to Megatron's own schedule, the reason for that."""
     if job.framework == TORCHTITAN:
         return _of_plan(job)
     try:
         reason = handed_back(job)
-    except ScheduleInputError:  # "start" says it
+    except ScheduleInputError:  # the section "start" reports it
         return _of_plan(job)
     if reason is None:
         found = _of_plan(job)
@@ -43,9 +43,9 @@ def section(job: Job) -> Section:
 
 
 def handed_back(job: Job) -> str | None:
-    """Why `install()` hands the training steps of a job of Megatron's back to Megatron's own schedule, by the function
-    by which it decides; None where it does not. Raises ScheduleInputError for what no schedule runs.
-    """
+    """The reason why `install()` leaves the training steps of a Megatron job to Megatron's own schedule; None if it
+    runs
+    them. `install()` decides by the same function. Raises ScheduleInputError for settings that no schedule runs."""
     return unserved_setting(SimpleNamespace(**job.args), bool(job.get("use_megatron_fsdp")))
 
 
@@ -57,13 +57,13 @@ def _of_plan(job: Job) -> Section:
         plan, _ = verified_plan(spec)
     except NoBatchError as error:
         return Section("hangs", (f"no plan: {error}",), (), {"verified": None})
-    except LayoutError:  # "start" says it
+    except LayoutError:  # the section "start" reports it
         return Section("hangs", ("no plan: see Start",), (), {"verified": None})
     except PlanError as error:
         found = Finding("plan-refused", ERROR, f"there is no plan for the job: {error}")
         return Section("hangs", (), (found,), {"verified": False})
     proof = plan.certificate
-    lines = [f"under install() the plan {spec.describe()} cannot hang. It was verified where"]
+    lines = [f"under install() the plan {spec.describe()} cannot hang. It was verified under these rules:"]
     lines += [f"- {text}" for rule, text in _RULES.items() if rule == "rendezvous" or rule in spec.device]
     if microbatches_of(job) > spec.num_microbatches:
         lines.append(f"The job's step of {microbatches_of(job)} microbatches repeats this plan.")

@@ -1,4 +1,4 @@
-"""The layout of a job: what is on which rank, and what Megatron makes of the settings without a word."""
+"""The section "layout": which layers are on which rank, and which settings Megatron changes silently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.stages import Stage, batch_of, chunks_of, microbatches_of, pipeline_size, stages_of
 
 _WIDTH = 74  # columns of a picture
-_RANKS, _SHOWN = 12, 4  # a longer pipeline is shown by as many ranks at its ends
+_RANKS, _SHOWN = 12, 4  # of a pipeline with more than 12 ranks, the first 4 and the last 4 are shown
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
@@ -32,13 +32,13 @@ _LEGEND = "E embedding, t transformer layer, m multi-token prediction, L loss"
 
 
 def section(job: Job) -> Section:
-    """Sizes, the picture of ranks and chunks, microbatches; findings are what Megatron does silently."""
+    """Sizes, microbatches, and the picture of ranks and chunks. The findings are what Megatron changes silently."""
     lines = list(_sizes(job))
     data: dict[str, object] = {"sizes": {name: job.get(setting, 1) for name, setting in _SIZES.items()}}
     findings = [*_silent(job)]
     try:
         stages = stages_of(job)
-    except MegatronPPError as error:  # "start" has it as an error
+    except MegatronPPError as error:  # the section "start" reports it as an error
         lines.append(f"no picture: {error}")
     else:
         data["stages"] = [
@@ -65,7 +65,7 @@ def _sizes(job: Job) -> Iterator[str]:
     yield f"{job.gpus} GPUs: {', '.join(sizes) or 'no parallelism'}"
     set_by = [job.spell(_SIZES[name]) for name, size in shown.items() if size != 1 and name != "data"]
     if set_by:
-        yield f"set by {', '.join(set_by)}; data parallelism takes the GPUs that are left"
+        yield f"set by {', '.join(set_by)}; data parallelism takes the remaining GPUs"
     try:
         count = microbatches_of(job)
     except MegatronPPError:
@@ -77,11 +77,12 @@ def _sizes(job: Job) -> Iterator[str]:
         group = job.get("microbatch_group_size_per_vp_stage") or pipeline_size(job)
         chunks = f"{chunks_of(job)} chunks a rank{_said_by_layout(job)}"
         named = job.spell("microbatch_group_size_per_vp_stage")
-        yield f"{chunks}; a chunk runs {group} microbatches before the next takes over ({named})"
+        yield f"{chunks}; a chunk runs {group} microbatches before the next chunk runs ({named})"
 
 
 def _said_by_layout(job: Job) -> str:
-    """A layout that was made for another number of ranks changes the schedule without a word."""
+    """A clause saying that the layout determines the number of chunks; "" if a setting does. A layout that was made for
+    another number of ranks changes the schedule silently."""
     chunked = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
     if not job.given.get("pipeline_model_parallel_layout") or any(map(job.given.get, chunked)):
         return ""
@@ -89,7 +90,7 @@ def _said_by_layout(job: Job) -> str:
 
 
 def picture(stages: Sequence[Stage], size: int) -> list[str]:
-    """A line for each rank, a column for each chunk; long pipelines and many chunks by their ends."""
+    """A line for each rank and a column for each chunk. Of long pipelines and many chunks, only both ends are shown."""
     chunks = len(stages) // size
     cells = [[stages[chunk * size + rank].text() for chunk in range(chunks)] for rank in range(size)]
     heads = [f"chunk {chunk}" if chunks > 1 else "layers" for chunk in range(chunks)]
@@ -112,27 +113,26 @@ def _line(first: str, columns: Sequence[int], row: Sequence[str], wide: Sequence
 
 def _placed_by(job: Job) -> str:
     used = [job.spell(name) for name in _PLACING if job.get(name)]
-    return (
-        f"placed by {' and '.join(used)}" if used else f"placed evenly; {job.spell(_PLACING[0])} places them otherwise"
-    )
+    return f"placed by {' and '.join(used)}" if used else f"placed evenly; {job.spell(_PLACING[0])} changes that"
 
 
 def _silent(job: Job) -> Iterator[Finding]:
-    """What Megatron changes or ignores. Where its own checks have run, what they changed is known from reading."""
+    """A finding for each setting that Megatron changes or ignores. If Megatron's own checks have run, reading has found
+    the settings that they change."""
     size, chunks = pipeline_size(job), chunks_of(job)
     wanted = bool(job.given.get("overlap_p2p_comm") or job.given.get("overlap_p2p_communication"))
     if chunks == 1 and size > 1 and wanted:
         yield Finding(
             "overlap-without-virtual-stages",
             RISK,
-            "Megatron turns the overlap of transfers off, as ranks have one chunk each",
+            "Megatron turns the overlap of transfers off, because each rank has one chunk",
             f"{job.spell('num_virtual_stages_per_pipeline_rank')} 2, or install(overlap_p2p_comm=True), which overlaps "
             "without virtual stages",
             ("overlap_p2p_comm",),
         )
     group = "microbatch_group_size_per_vp_stage"
     if chunks == 1 and job.given.get(group):
-        yield Finding("group-without-chunks", NOTE, f"{job.spell(group)} has no effect: ranks have one chunk each")
+        yield Finding("group-without-chunks", NOTE, f"{job.spell(group)} has no effect: each rank has one chunk")
     yield from _left_layout(job)
     yield from _rounded_batch(job)
     if not job.validated:
@@ -140,8 +140,10 @@ def _silent(job: Job) -> Iterator[Finding]:
 
 
 def _left_layout(job: Job) -> Iterator[Finding]:
-    """Where the number of chunks is a setting, and only the layout says it, the layout may be that of another pipeline.
-    Megatron's own flags leave the number out beside a layout."""
+    """A finding if only the layout determines the number of chunks: the layout may have been made for another pipeline.
+
+    This is for Megatron-Bridge, which has a setting for the number. With Megatron's own flags, a layout excludes it.
+    """
     said = ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
     if job.framework != "megatron-bridge" or chunks_of(job) == 1 or any(map(job.given.get, said)):
         return
@@ -151,9 +153,9 @@ def _left_layout(job: Job) -> Iterator[Finding]:
         yield Finding(
             "chunks-by-a-layout",
             RISK,
-            f"{job.spell(named)} has {size * chunks} stages, and so the {size} pipeline ranks have {chunks} chunks "
-            "each, which no setting asks for; the layout may have been made for another number of ranks",
-            f"{job.spell(said[0])} {chunks} if that is meant, or a layout of {size} stages",
+            f"{job.spell(named)} has {size * chunks} stages, so each of the {size} pipeline ranks has {chunks} chunks, "
+            "although no setting gives this number; the layout may have been made for another number of ranks",
+            f"{job.spell(said[0])} {chunks} if this is intended, or a layout of {size} stages",
             (named, "pipeline_model_parallel_size"),
         )
 
@@ -173,10 +175,10 @@ def _rounded_batch(job: Job) -> Iterator[Finding]:
 
 
 def _turned_off(job: Job) -> Iterator[Finding]:
-    """What Megatron's checks change. Where they have run, it is known from reading, in Megatron's words."""
+    """A finding for each setting that Megatron's checks would change. If they have run, reading has found these."""
     if job.given.get("sequence_parallel") and int(job.get("tensor_model_parallel_size", 1)) == 1:
         named = job.spell("sequence_parallel")
-        if job.framework != "megatron-bridge":  # which refuses it
+        if job.framework != "megatron-bridge":  # Megatron-Bridge refuses it; "start" reports that
             text = f"{named} has no effect: there is one tensor-parallel rank"
             yield Finding("sequence-parallelism-alone", NOTE, text, "", ("sequence_parallel",))
     layers, pattern = job.given.get("num_layers"), job.get("hybrid_layer_pattern")
@@ -191,7 +193,7 @@ def _turned_off(job: Job) -> Iterator[Finding]:
 
 
 def _uneven(job: Job, stages: Sequence[Stage]) -> Iterator[Finding]:
-    """Ranks with more layers than others, where nothing but the division makes them so."""
+    """A finding if a rank between the first and the last has more layers than another."""
     size = pipeline_size(job)
     held = [sum(len(one.layers) + one.mtp for one in stages if one.rank == rank) for rank in range(size)]
     if size > 2 and max(held[1:-1]) != min(held[1:-1]):
@@ -199,7 +201,7 @@ def _uneven(job: Job, stages: Sequence[Stage]) -> Iterator[Finding]:
         yield Finding(
             "uneven-middle-ranks",
             NOTE,
-            f"rank {most} holds {held[most]} layers and rank {least} {held[least]}; the others wait for rank {most}",
+            f"rank {most} has {held[most]} layers, rank {least} has {held[least]}; the others wait for rank {most}",
             "",
             ("pipeline_model_parallel_layout", "num_layers"),
         )

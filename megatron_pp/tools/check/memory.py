@@ -1,7 +1,7 @@
-"""What each pipeline rank's GPU holds at most, beside the card's memory, and what to change where it does not fit.
+"""The section "memory": each pipeline rank's peak memory, the card's memory, and a change if the job does not fit.
 
-All parts but communicators are estimates from sizes. Not counted are the workspace of kernels, fragmentation, and the
-communicators of tensor, data and expert parallelism.
+All numbers are estimated from sizes, except those of communicators. The workspace of kernels, fragmentation, and the
+communicators of tensor, data and expert parallelism are not counted.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron_pp.tools.check.priced import Priced, layers_of, priced, why_not_pr
 from megatron_pp.tools.check.stages import pipeline_size, stages_of
 
 MOST = 64
-"""Microbatches of the plan whose memory is looked at: a longer step holds no more."""
+"""Most microbatches of the plan whose memory is estimated. A longer step does not need more memory."""
 TOO_LOW, TOO_HIGH = 0.23, 0.09
-"""How far estimates were from what was measured, at most (`scripts/check_memory.py`)."""
-_CLOSE = 0.9  # share of the card's memory above which estimates may be wrong
-_REPLICAS = 2**40  # so many that an optimizer's share is nothing
+"""Estimates were at most so much lower and higher than measured memory (`scripts/check_memory.py`)."""
+_CLOSE = 0.9  # above this share of the card's memory the job may not fit, as estimates are not exact
+_REPLICAS = 2**40  # so many replicas that the optimizer's share of one is nothing
 _SHOWN = 6
 _MORE_ROOM: tuple[tuple[str, Mapping[str, Any], str], ...] = (
-    # the setting that the user writes, what it changes, and its value
+    # (the setting that the user writes, the settings that it changes, its value)
     ("use_distributed_optimizer", {"use_distributed_optimizer": True}, ""),
     ("recompute_granularity", {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, "selective"),
     (
@@ -40,7 +40,7 @@ _MORE_ROOM: tuple[tuple[str, Mapping[str, Any], str], ...] = (
 
 @dataclass(frozen=True)
 class RankMemory:
-    """GB of one rank."""
+    """The memory of one rank in GB."""
 
     parameters: float
     gradients: float
@@ -56,7 +56,7 @@ class RankMemory:
 
 def section(job: Job, gpu: Gpu | None) -> Section:
     if gpu is None:
-        return Section("memory", ("not looked at; --gpu NAME says which card the job runs on",))
+        return Section("memory", ("not estimated; name the card of the job by --gpu NAME",))
     try:
         found = priced(job, gpu, most=MOST)
     except MegatronPPError as error:
@@ -75,8 +75,11 @@ def section(job: Job, gpu: Gpu | None) -> Section:
 
 
 def memory_of(job: Job, gpu: Gpu, found: Priced) -> list[RankMemory]:
-    """Of every rank. Weights, their fp32 gradients and the optimizer's states are told apart by what more replicas of a
-    distributed optimizer would leave of them."""
+    """The memory of each rank.
+
+    A rank's static memory has weights, their fp32 gradients and the optimizer's states. The part that would remain with
+    very many replicas of a distributed optimizer is weights and gradients; the rest is the optimizer's.
+    """
     shape = found.transformer.shape
     shared = replace(found.transformer, shape=replace(shape, data_parallel=_REPLICAS)).model(gpu)
     kept = [sum(one.static for one in layers) for layers in layers_of(shared, stages_of(job))]
@@ -106,7 +109,7 @@ def _table(ranks: list[RankMemory], fullest: int) -> Iterator[str]:
 
 
 def _set_by(job: Job) -> Iterator[str]:
-    """The settings that change a column."""
+    """Lines that name the settings which change a column of the table."""
     weights = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
     weights += ["expert_model_parallel_size"] if job.get("num_experts") else []
     kept = ("recompute_granularity", "micro_batch_size", "context_parallel_size", "sequence_parallel")
@@ -120,22 +123,24 @@ def _estimated(one: RankMemory, gpu: Gpu) -> str:
     share = (one.total - one.communicators) / one.total
     return (
         f"the card has {gpu.memory:g} GB. {share:.0%} is estimated from sizes; kernels' workspace, fragmentation and "
-        "the communicators of other groups come on top. Beside measured runs, estimates were up to "
-        f"{TOO_LOW:.0%} too low and {TOO_HIGH:.0%} too high. NCCL and CUDA take {one.communicators:.2g} GB over NVLink "
-        f"by an estimate, or up to {one.communicators + MEASURED_MORE / GB:.2g} GB, as measured over sockets"
+        "the communicators of other groups are not included. Estimates were up to "
+        f"{TOO_LOW:.0%} lower and {TOO_HIGH:.0%} higher than in measured runs. NCCL and CUDA take an estimated "
+        f"{one.communicators:.2g} GB over NVLink; over sockets, up to "
+        f"{one.communicators + MEASURED_MORE / GB:.2g} GB were measured"
     )
 
 
 def _sharded(job: Job) -> Iterator[str]:
     names = ("use_torch_fsdp2", "use_megatron_fsdp")
     if int(job.get("data_parallel_size", 1)) > 1 and (job.framework == TORCHTITAN or any(map(job.get, names))):
-        yield "too high where FSDP splits parameters, gradients and states over replicas: that is not counted"
+        yield "too high: the estimate ignores that FSDP splits parameters, gradients and states over replicas"
 
 
 def without_vocabulary(job: Job) -> Iterator[str]:
-    """Embedding and output layer are as large as some layers, and 0 where nobody says of how many words."""
+    """A line if the number of words is not known. The embedding and the output layer, which can be as large as several
+    layers, are then estimated as 0."""
     if not vocabulary_of(job.args):
-        yield f"without embedding, output layer and logits, as {job.spell('vocab_size')} is not known: add it"
+        yield f"without embedding, output layer and logits, because {job.spell('vocab_size')} is not known: add it"
 
 
 def _findings(job: Job, gpu: Gpu, total: float, rank: int) -> Iterator[Finding]:
@@ -143,19 +148,19 @@ def _findings(job: Job, gpu: Gpu, total: float, rank: int) -> Iterator[Finding]:
         return
     settings = ("micro_batch_size", "recompute_granularity", "pipeline_model_parallel_size")
     if total <= gpu.memory:
-        text = f"rank {rank} needs {total:.3g} of {gpu.memory:g} GB by an estimate; what is not counted may not fit"
+        text = f"rank {rank} needs an estimated {total:.3g} of {gpu.memory:g} GB; parts not counted may not fit"
         yield Finding("memory-is-close", RISK, text, _first_change(job, gpu), settings)
     else:
-        text = f"rank {rank} needs {total:.3g} GB by an estimate, and the card has {gpu.memory:g}"
+        text = f"rank {rank} needs an estimated {total:.3g} GB, but the card has {gpu.memory:g}"
         yield Finding("does-not-fit", RISK, text, _first_change(job, gpu), settings)
 
 
 def _first_change(job: Job, gpu: Gpu) -> str:
-    """The first of some changes with which the job fits, or the one that leaves it smallest."""
+    """The first change with which the job fits; if it fits with none, the change that saves most."""
     tried = []
     for setting, change, value in _changes(job):
         if job.framework == TORCHTITAN and setting not in job.spelling:
-            continue  # a flag of Megatron's
+            continue  # torchtitan does not have this flag of Megatron
         try:
             peak = max(priced(replace(job, args={**job.args, **change}), gpu, most=MOST).cut.peaks)
         except MegatronPPError:

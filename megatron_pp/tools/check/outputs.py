@@ -1,4 +1,4 @@
-"""The answer of a check for other programs: a JUnit file, and annotations of GitHub's."""
+"""The answer of a check for other programs: a JUnit file, and annotations of GitHub Actions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _ANNOTATIONS = {ERROR: "error", RISK: "warning", NOTE: "notice"}
 
 
 def junit_of(answer: Answer, strict: bool) -> str:
-    """A test case for each section. It fails where the section has an error, with ``strict`` a risk too."""
+    """A JUnit file with a test case for each section. It fails if the section has an error, or with ``strict`` a
+    risk."""
     levels = (ERROR, RISK) if strict else (ERROR,)
     failed = {one.name: [f for f in sorted_findings(one) if f.level in levels] for one in answer.sections}
     suite = suite_of(_COMMAND, len(answer.sections), sum(map(bool, failed.values())), 0)
@@ -31,7 +32,7 @@ def junit_of(answer: Answer, strict: bool) -> str:
 
 
 def junit_of_error(message: str) -> str:
-    """Where there is no answer."""
+    """A JUnit file with an error, if there is no answer."""
     suite = suite_of(_COMMAND, 1, 0, 1)
     Xml.SubElement(case_in(suite, _COMMAND, "read"), "error", message=visible(message)).text = visible(message)
     return text_of(suite)
@@ -43,7 +44,7 @@ def in_words(finding: Finding) -> str:
 
 
 def annotations_of(answer: Answer) -> Iterator[str]:
-    """A line for each finding, which GitHub Actions shows beside the run."""
+    """A line for each finding. GitHub Actions shows it as an annotation of the run."""
     for section in answer.sections:
         for finding in sorted_findings(section):
             title = _escaped(f"{section.name}: {finding.name}").replace(":", "%3A").replace(",", "%2C")
@@ -56,5 +57,5 @@ def annotation_of_error(message: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """As GitHub reads it: a line is one annotation."""
+    """The text with line breaks escaped: for GitHub a line is one annotation."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")

@@ -1,4 +1,4 @@
-"""A job's pipeline with its costs: the plan that would run, the layers of each stage, and what they cost on a GPU."""
+"""The pipeline of a job with its costs: its plan, the layers of each stage, and their times and memory on a GPU."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.jobs.sizes import vocabulary_of
 from megatron_pp.tools.check.stages import NoBatchError, Stage, chunks_of, microbatches_of, pipeline_size, stages_of
 
-LATENCY = 0.01  # ms of a message between GPUs
+LATENCY = 0.01  # latency of a message between GPUs, in ms
 _MOST_STAGES = 2048  # more than any model has layers
 _OWN_WORDS = ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq", "window_size")
 
 
 def spec_of(job: Job, schedule: str = "", most: int | None = None) -> PlanSpec:
-    """The plan that this engine runs for the job: Megatron's schedule, or the one that is named. ``most``: microbatches
-    at most, in whole groups. Raises PlanError and LayoutError."""
+    """The plan that this engine runs for the job, with Megatron's schedule or the given one. It has at most ``most``
+    microbatches, rounded down to whole groups. Raises PlanError and LayoutError."""
     size, chunks = pipeline_size(job), chunks_of(job)
     if size * chunks > _MOST_STAGES:
-        raise PlanError(f"the pipeline has {size * chunks} stages; plans of at most {_MOST_STAGES} are looked at")
+        raise PlanError(f"the pipeline has {size * chunks} stages; check takes at most {_MOST_STAGES}")
     group = int(job.get("microbatch_group_size_per_vp_stage") or size) if chunks > 1 else 0
     count = microbatches_of(job)
     if most is not None and count > most:
@@ -47,8 +47,12 @@ def spec_of(job: Job, schedule: str = "", most: int | None = None) -> PlanSpec:
 
 @dataclass(frozen=True)
 class Priced:
-    """``cut``: stages with their layers, recomputation, costs and the peaks of memory; ``fixed``: GB of each rank for
-    communicators, context and tensors between stages."""
+    """A job's plan, model and costs.
+
+    cut      the stages with their layers, recomputation and costs, and the peak memory of the ranks
+    outside  GB of each rank for communicators and the CUDA context
+    fixed    ``outside`` and the GB of tensors between stages
+    """
 
     plan: Plan
     transformer: Transformer
@@ -58,7 +62,8 @@ class Priced:
     fixed: tuple[float, ...]
 
     def network(self, gpu: Gpu) -> Network:
-        """Links between neighbours of the pipeline. Ranks of tensor and context parallelism fill a node first."""
+        """The links between neighbours of the pipeline. Tensor and context parallelism fill a node before the pipeline
+        does."""
         shape = self.transformer.shape
         crosses = shape.tensor_parallel * shape.context_parallel * self.plan.spec.pipeline_size > gpu.domain
         bandwidth = (gpu.network if crosses else gpu.link) / GB / 1000
@@ -66,8 +71,8 @@ class Priced:
 
 
 def priced(job: Job, gpu: Gpu, schedule: str = "", most: int | None = None) -> Priced:
-    """The job on ``gpu``. Raises PlanError and LayoutError where sizes are missing or do not fit together."""
-    spec, placed = spec_of(job, schedule, most), stages_of(job)  # both refuse at once, before a plan is made
+    """The job on ``gpu``. Raises PlanError and LayoutError if sizes are missing or do not fit together."""
+    spec, placed = spec_of(job, schedule, most), stages_of(job)  # both may raise; a plan takes longer
     plan, verdict = verified_plan(spec)
     transformer = transformer_of_job(job)
     model = transformer.model(gpu)
@@ -84,14 +89,14 @@ def priced(job: Job, gpu: Gpu, schedule: str = "", most: int | None = None) -> P
 
 
 def why_not_priced(error: MegatronPPError) -> str:
-    """The line of a section that ``priced`` leaves without numbers."""
+    """The line of a section for which ``priced`` has raised ``error``."""
     if isinstance(error, LayoutError) and not isinstance(error, NoBatchError):
         return "not estimated: see Start"
     return f"not estimated: {error}" if isinstance(error, NoBatchError) else f"cannot be estimated: {error}"
 
 
 def transformer_of_job(job: Job) -> Transformer:
-    """Raises PlanError for sizes that are missing."""
+    """The transformer of the job's settings. Raises PlanError if sizes are missing."""
     words = dict(_words({**job.args, "padded_vocab_size": vocabulary_of(job.args) or None}))
     if not job.get("group_query_attention"):
         words.pop("num_query_groups", None)
@@ -105,13 +110,13 @@ def transformer_of_job(job: Job) -> Transformer:
 
 
 def _recomputed_layers(job: Job) -> int:
-    """Layers of each stage that are recomputed, where Megatron is told a number."""
+    """The number of recomputed layers of each stage, if the job gives Megatron a number; otherwise 0."""
     by_number = job.get("recompute_granularity") == FULL and job.get("recompute_method") == "block"
     return int(job.get("recompute_num_layers", 0)) if by_number else 0
 
 
 def _words(args: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Settings as a command line has them: switches that are off, and what is not set, are missing."""
+    """The settings as a command line would give them, without switches that are off and settings that are not set."""
     for name, value in args.items():
         if value is None or value is False or value in ([], ()):
             continue
@@ -122,7 +127,7 @@ def _words(args: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def layers_of(model: Model, stages: tuple[Stage, ...]) -> list[tuple[Layer, ...]]:
-    """The layers of each stage. Raises PlanError where the stages have more layers than the model."""
+    """The layers of each stage. Raises PlanError if the stages have more layers than the model."""
     by_kind = {kind: [one for one in model.layers if one.kind == kind] for kind in (EMBEDDING, MTP, LOSS)}
     main = iter([one for one in model.layers if one.kind not in by_kind])
     found = []

@@ -1,4 +1,4 @@
-"""Known faults of the installed Megatron-core that a job's settings meet, from `known_faults.toml`."""
+"""The section "risks": the known faults of the installed Megatron-core (`known_faults.toml`) that the job has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_pp.tools.check.jobs.job import TORCHTITAN, Job
 
 FILE = Path(__file__).with_name("known_faults.toml")
 SAME, NOT_AFFECTED = "same", "not affected"
-OLDEST = "0.14.0"  # whose sources were looked at
+OLDEST = "0.14.0"  # the oldest release whose sources were examined for the file
 _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -30,7 +30,9 @@ _TERM = re.compile(r"(?P<setting>\w+) (?:(?P<compared>==|!=|<=|>=|<|>) (?P<value
 
 @dataclass(frozen=True)
 class Term:
-    """``compared``: an operator with its ``value``; "" where the setting ``state`` is "true", "false" or "given"."""
+    """A condition on a setting: ``compared`` is an operator and ``value`` its right side, or ``state`` is "true",
+    "false"
+    or "given"."""
 
     setting: str
     compared: str = ""
@@ -50,8 +52,12 @@ class Term:
 
 @dataclass(frozen=True)
 class KnownFault:
-    """A row of the file, which says what each field is. ``when``: all of them hold, each by one of its alternatives.
-    ``since``, ``fixed``: releases; "" where the oldest has it and where the newest has it."""
+    """A row of the file. The file's head describes the fields.
+
+    when   all entries must hold; an entry holds if one of its terms does
+    since  the first release with the fault; "" if the oldest release has it
+    fixed  the first release without the fault; "" if the newest release has it
+    """
 
     name: str
     level: str
@@ -73,7 +79,7 @@ class KnownFault:
         return all(any(term.holds(values) for term in terms) for terms in self.when)
 
     def is_in(self, release: str) -> bool:
-        """Of a release that is not known, the newest is assumed."""
+        """Whether the release has the fault. "" is an unknown release; the newest is assumed."""
         if not release:
             return not self.fixed
         version = version_of(release)
@@ -89,22 +95,22 @@ def section(job: Job) -> Section:
         here = [fault for fault in here if fault.engine != NOT_AFFECTED]
     values = values_of(job)
     met = [fault for fault in here if fault.meets(values)]
-    of = f"Megatron-core {job.release}" if job.release else "Megatron-core, whose release is not known"
-    line = f"this job meets {len(met) or 'none'} of the known faults of {of}"
+    of = f"Megatron-core {job.release}" if job.release else "Megatron-core (its release is not known)"
+    line = f"this job has {len(met) or 'none'} of the known faults of {of}"
     line += " that steps of this engine have too" if job.on_engine else ""
     findings = tuple(_finding(fault, job, newest) for fault in met)
     return Section("risks", (line,), findings, {"known": len(here), "met": [fault.name for fault in met]})
 
 
 def _finding(fault: KnownFault, job: Job, newest: str) -> Finding:
-    """In a release that nobody has looked at, an error is a risk."""
+    """The finding of a fault. In a release that is newer than those examined, an error is only a risk."""
     unseen = bool(job.release) and version_of(job.release) > version_of(newest)
     level = RISK if unseen and fault.level == ERROR else fault.level
     release = f"Megatron-core {_releases(fault)}"
-    what = f"{release}: {fault.what}" + (f" ({job.release} was not looked at)" if unseen else "")
+    what = f"{release}: {fault.what}" + (f" ({job.release} was not examined)" if unseen else "")
     change = fault.change
     if fault.engine == NOT_AFFECTED:
-        change += "; or megatron-pp run, whose steps do not have this fault"
+        change += "; or megatron-pp run: its steps do not have this fault"
     given = tuple(name for name in fault.settings if name not in DERIVED)
     return Finding(fault.name, level, what, change, given, fault.threads)
 
@@ -115,17 +121,18 @@ def _releases(fault: KnownFault) -> str:
 
 
 def values_of(job: Job) -> dict[str, Any]:
-    """The job's settings, those that Megatron sets by itself, and the names in ``DERIVED``."""
+    """The job's settings, the settings that Megatron sets itself, and the names in ``DERIVED``."""
     values = dict(job.args)
     if values.get("batch_p2p_comm") is None:  # Megatron's checks ended before its config was made
         values["batch_p2p_comm"] = not values.get("overlap_p2p_comm")
-    if job.given.get("deallocate_pipeline_outputs") is None:  # a config has False, and only verl leaves it there
+    if job.given.get("deallocate_pipeline_outputs") is None:  # a config has False; all programs but verl set True
         values["deallocate_pipeline_outputs"] = job.framework != "verl"
     return {**values, **{name: how(job) for name, how in DERIVED.items()}}
 
 
 def layers_without_a_stage(job: Job) -> int:
-    """Layers that are on no stage, as sizes are given for all stages and add up to fewer."""
+    """The number of layers that are on no stage. This happens if sizes are given for all stages and their sum is too
+    small."""
     sizes = [job.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
     stages, layers = job.get("pipeline_model_parallel_size", 1), job.get("num_layers")
     given = [size for size in sizes if isinstance(size, int)]
@@ -147,12 +154,12 @@ DERIVED: Mapping[str, Callable[[Job], Any]] = {
     "data_parallel_size": _replicas,
     "layers_without_a_stage": layers_without_a_stage,
 }
-"""Names that terms may have beside Megatron's settings."""
+"""Names that a term may use in addition to Megatron's settings."""
 
 
 @functools.cache
 def known_faults() -> tuple[tuple[KnownFault, ...], str]:
-    """All rows, and the newest release that was looked at. Raises ValueError for a row that is not well formed."""
+    """All rows, and the newest release that was examined. Raises ValueError for a row that is not well formed."""
     return faults_of(loaded(str(FILE)))
 
 
@@ -167,28 +174,28 @@ def _fault(row: Mapping[str, Any]) -> KnownFault:
     values["threads"] = tuple(values["threads"])
     fault = KnownFault(**values)
     if fault.level not in LEVELS:
-        raise ValueError(f"{fault.name}: level is {fault.level!r}; it is one of {', '.join(LEVELS)}")
+        raise ValueError(f"{fault.name}: level is {fault.level!r}; it must be one of {', '.join(LEVELS)}")
     if fault.engine not in (SAME, NOT_AFFECTED):
-        raise ValueError(f"{fault.name}: engine is {fault.engine!r}; it is {SAME!r} or {NOT_AFFECTED!r}")
+        raise ValueError(f"{fault.name}: engine is {fault.engine!r}; it must be {SAME!r} or {NOT_AFFECTED!r}")
     return fault
 
 
 def terms_of(text: str) -> tuple[Term, ...]:
-    """The alternatives of one term of the file."""
+    """The terms of one entry of the file. Each is an alternative."""
     return tuple(map(_term, text.split(" or ")))
 
 
 def _term(text: str) -> Term:
     found = _TERM.fullmatch(text)
     if found is None:
-        raise ValueError(f"{text!r} is no term; one looks like 'num_layers >= 2' or 'sequence_parallel is true'")
+        raise ValueError(f"{text!r} is not a term; terms are 'num_layers >= 2' or 'sequence_parallel is true'")
     value = found["value"] or ""
     number = int(value) if value.lstrip("-").isdigit() else value
     return Term(found["setting"], found["compared"] or "", number, found["state"] or "")
 
 
 def version_of(release: str) -> tuple[int, ...]:
-    """The numbers of a release, without what follows them: 0.20.0+d98e8a64 and 0.20.0rc1 are 0.20.0."""
+    """The numbers of a release without its suffix: 0.20.0+d98e8a64 and 0.20.0rc1 are 0.20.0."""
     found = re.match(r"\d+(?:\.\d+)*", release)
     numbers: Sequence[str] = found[0].split(".") if found else ()
     return tuple(int(number) for number in [*numbers, "0", "0", "0"][: max(3, len(numbers))])

@@ -1,4 +1,4 @@
-"""What each stage of a job's pipeline holds, by the rules of Megatron-core.
+"""The layers on each stage of a job's pipeline, by the rules of Megatron-core.
 
 Stages are in the order of the model. Stage ``s`` is chunk ``s // P`` of rank ``s % P``, as in Megatron's interleaved
 schedule.
@@ -23,7 +23,7 @@ _OF_NAMES = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 @dataclass(frozen=True)
 class Stage:
-    """``layers``: numbers from 0; ``mtp``: layers for multi-token prediction."""
+    """One stage. ``layers`` are layer numbers from 0; ``mtp`` is the number of layers for multi-token prediction."""
 
     rank: int
     chunk: int
@@ -33,7 +33,7 @@ class Stage:
     loss: bool = False
 
     def text(self) -> str:
-        """In the letters of Megatron's layouts: ``Et*3``, ``t*2``, ``mL``; "-" for an empty stage."""
+        """The stage in the letters of Megatron's layouts: ``Et*3``, ``t*2``, ``mL``; "-" for an empty stage."""
         parts = ["E" if self.embedding else "", _repeated("t", len(self.layers)), _repeated("m", self.mtp)]
         return "".join([*parts, "L" if self.loss else ""]) or "-"
 
@@ -51,13 +51,13 @@ def pipeline_size(job: Job) -> int:
 
 
 def chunks_of(job: Job) -> int:
-    """Model chunks of a rank."""
+    """The number of model chunks of a rank."""
     return max(1, int(job.get("virtual_pipeline_model_parallel_size", 1)))
 
 
 def microbatches_of(job: Job) -> int:
-    """Of a step, on each data-parallel rank; rounded down where the job asks for that. Raises LayoutError where the
-    batch cannot be divided."""
+    """The number of microbatches of a step on each data-parallel rank. It is rounded down if the job sets
+    decrease_batch_size_if_needed. Raises LayoutError if the batch cannot be divided."""
     batch, micro = batch_of(job), max(1, job.get("micro_batch_size", 1))
     if batch is None:
         raise NoBatchError(f"{job.spell('global_batch_size')} is not given")
@@ -72,13 +72,13 @@ def microbatches_of(job: Job) -> int:
 
 
 def batch_of(job: Job) -> Any:
-    """Of all replicas, in the first step: a schedule such as "0:384 200B:768" begins with 384."""
+    """The batch of all replicas in the first step. A schedule such as "0:384 200B:768" begins with 384."""
     schedule = re.match(r"\s*0\w*:(\d+)", str(job.get("step_batch_size_schedule", "")))
     return int(schedule[1]) if schedule else job.get("global_batch_size")
 
 
 def stages_of(job: Job) -> tuple[Stage, ...]:
-    """All stages, in the order of the model. Raises LayoutError where the layers do not fill them."""
+    """All stages, in the order of the model. Raises LayoutError if the layers cannot be placed on them."""
     size, chunks = pipeline_size(job), chunks_of(job)
     given = _letters(job)
     if given is not None:
@@ -105,8 +105,9 @@ def stages_of(job: Job) -> tuple[Stage, ...]:
 
 
 def _ends(job: Job) -> list[int | None]:
-    """Layers of the first and of the last stage where they are given. Megatron takes one of them without a pipeline,
-    where it has all layers."""
+    """The given numbers of layers of the first and the last stage. Without a pipeline, Megatron accepts one of them if
+    it
+    is the number of all layers; both are then None."""
     ends = [job.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
     if pipeline_size(job) == 1 and sorted(map(str, ends)) == sorted([str(_count(job, "num_layers")), "None"]):
         return [None, None]
@@ -119,7 +120,7 @@ def _count(job: Job, name: str) -> int:
 
 
 def _letters(job: Job) -> list[str] | None:
-    """Letters of each stage where the job says them: in its layout, or in the stages of a hybrid model's pattern."""
+    """The letters of each stage, if the job has a layout or a hybrid model's pattern with stages; otherwise None."""
     layout: Any = job.get("pipeline_model_parallel_layout")
     if isinstance(layout, str):
         found = letters_of(layout)
@@ -142,7 +143,7 @@ def _letters(job: Job) -> list[str] | None:
 
 
 def _of_names(job: Job, stage: Any) -> str:
-    """Letters of a stage that is a list of Megatron's names of layers."""
+    """The letters of a stage that is a list of Megatron's names for layers."""
     known = ", ".join(_OF_NAMES)
     names = stage if isinstance(stage, (list, tuple)) else [stage]
     found = [str(name).rpartition(".")[2] for name in names]  # also LayerType.decoder

@@ -1,7 +1,7 @@
-"""What would end a job at its start or in its first step: every refusal of Megatron's and of this engine's, at once.
+"""The section "start": all errors that would end a job at its start or in its first step.
 
-Where Megatron's own checks have run, their refusals are known from reading. The rules below find the same and more
-without them, such as what a schedule refuses in its first step, and say which value would be right.
+If Megatron's own checks have run, reading has found their refusals. The rules find the same faults without these
+checks, and more, such as numbers that a schedule refuses in its first step. Rules also know a right value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from megatron_pp.tools.check.rules import RULES
 
 
 def section(job: Job) -> Section:
-    """Refusals of Megatron's that reading found, each with the value that a rule knows, then those of rules alone."""
+    """The refusals that reading found, each with the right value that a rule knows, then the other findings of
+    rules."""
     of_rules = [*_found_by_rules(job)]
     findings, used = [], set()
     for read in (one for one in job.found if one.level != NOTE):
@@ -36,6 +37,6 @@ def _found_by_rules(job: Job) -> Iterator[Finding]:
 
 
 def _are_of_one_thing(read: Finding, rule: Finding) -> bool:
-    """Whether Megatron's refusal reads two settings of the rule, or its only one."""
+    """Whether both findings are about one fault: they have two settings in common, or the only setting of one."""
     ours, theirs = set(rule.settings), set(read.settings)
     return len(ours & theirs) >= min(2, len(ours), len(theirs)) > 0

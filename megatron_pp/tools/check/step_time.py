@@ -1,5 +1,5 @@
-"""How long a step takes by an estimate from sizes and data sheets: bubble, imbalance of stages, exposed transfers, and
-settings that are better."""
+"""The section "time": the time of a step, estimated from sizes and data sheets; its bubble, imbalance and exposed
+transfers; and faster settings."""
 
 from __future__ import annotations
 
@@ -20,28 +20,37 @@ from megatron_pp.tools.check.rules import RULES
 from megatron_pp.tools.check.stages import chunks_of, microbatches_of, pipeline_size
 
 _FEWER, _LONG = (1, 2), 32
-"""The pilots of pipelines of at least ``_LONG`` ranks, whose first P microbatches are many."""
-_GAIN = 0.01  # a better setting saves this share of the step at least
+"""The pilots of pipelines with at least ``_LONG`` ranks. They are shorter, as P microbatches are many there."""
+_GAIN = 0.01  # a faster setting saves at least this share of the step
 _BETTER = 3
-_IMBALANCE = 0.05  # of the mean, by which the busiest rank has to be above it to be named
+_IMBALANCE = 0.05  # the busiest rank is named if it computes this share longer than the mean
 _CHUNKS = (1, 2, 3, 4, 5, 6, 8)
-_WORK = 20000  # forwards that are simulated for other settings at most: a check takes seconds
-_DEAR = {"zb_h1": 1.6, "interleaved_zb": 1.6, ONE_F_ONE_B: 3.0}  # time of a forward there beside Megatron's schedule
+_WORK = 20000  # most forwards that are simulated for other settings, so that a check takes seconds
+_DEAR = {"zb_h1": 1.6, "interleaved_zb": 1.6, ONE_F_ONE_B: 3.0}  # time to simulate a forward; Megatron's schedule: 1
 _OURS = {False: ("zb_h1",), True: ("interleaved_zb",)}
-"""Whether ranks have several chunks -> schedules of this engine that Megatron does not have."""
+"""Whether ranks have several chunks -> the schedules that this engine has and Megatron does not."""
 _WHOLE = (
     "overlap_moe_expert_parallel_comm",
     "delay_wgrad_compute",
     "fine_grained_activation_offloading",
     "enable_cuda_graph",
 )
-"""What needs whole backwards in Megatron's order, as CUDA graphs do: `install()` refuses it beside these schedules."""
+"""Settings that need whole backwards in Megatron's order, as CUDA graphs do. `install()` refuses them with the
+schedules
+of ``_OURS``."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """``step``: ms; ``bubble``, ``exposed``, ``late``: shares of all ranks' time without compute, waiting for messages
-    in flight, and for peers; ``busy``: ms of compute of each rank; ``peak``: GB of the fullest rank."""
+    """The estimated times of a step.
+
+    step     ms of the step
+    bubble   share of all ranks' time without compute
+    exposed  share of all ranks' time in waits for messages in flight
+    late     share of all ranks' time in waits for peers
+    busy     ms of compute of each rank
+    peak     GB of the fullest rank
+    """
 
     step: float
     bubble: float
@@ -53,14 +62,14 @@ class Timed:
 
 def section(job: Job, gpu: Gpu | None) -> Section:
     if gpu is None:
-        return Section("time", ("not looked at; --gpu NAME says which card the job runs on",))
+        return Section("time", ("not estimated; name the card of the job by --gpu NAME",))
     try:
         now = timed(job, gpu)
     except MegatronPPError as error:
         return Section("time", (why_not_priced(error),))
     lines = [
-        f"a step takes {_seconds(now.step)} by an estimate from sizes and data sheets, without data parallelism and "
-        "the optimizer",
+        f"a step takes {_seconds(now.step)}, estimated from sizes and data sheets, without data parallelism and the "
+        "optimizer",
         f"bubble {now.bubble:.1%} of all ranks' time ({job.spell('global_batch_size')}, "
         f"{job.spell('num_virtual_stages_per_pipeline_rank')}), waits for transfers {now.exposed:.1%}",
     ]
@@ -86,7 +95,7 @@ def section(job: Job, gpu: Gpu | None) -> Section:
 
 
 def timed(job: Job, gpu: Gpu, schedule: str = "") -> Timed:
-    """Estimated from two shorter steps where the step has many microbatches."""
+    """The times of a step of the job. If it has many microbatches, they are extrapolated from two shorter steps."""
     count, size = microbatches_of(job), pipeline_size(job)
     group = int(job.get("microbatch_group_size_per_vp_stage") or size)
     few, many = (pilot * max(size, group) for pilot in _pilots(size))
@@ -96,7 +105,7 @@ def timed(job: Job, gpu: Gpu, schedule: str = "") -> Timed:
     step = continued(short.step, long.step, few, many, count)
 
     def grown(of: str) -> float:
-        """A share of the ranks' time, of the longer step."""
+        """A share of the ranks' time, extrapolated to the whole step."""
         shorter, longer = (getattr(one, of) * one.step for one in (short, long))
         return max(0.0, continued(shorter, longer, few, many, count)) / step
 
@@ -121,7 +130,7 @@ def _seconds(ms: float) -> str:
 
 
 def _imbalance(job: Job, gpu: Gpu, now: Timed) -> Iterator[str]:
-    """The rank that the others wait for, and its dearest layer."""
+    """A line that names the rank with the most compute, and the kind of layer that causes it."""
     mean = sum(now.busy) / len(now.busy)
     rank = max(range(len(now.busy)), key=now.busy.__getitem__)
     if now.busy[rank] <= mean * (1 + _IMBALANCE):
@@ -136,7 +145,7 @@ def _imbalance(job: Job, gpu: Gpu, now: Timed) -> Iterator[str]:
 
 
 def _surplus(found: Priced, rank: int) -> tuple[str, float]:
-    """The kind of layer of which a rank has most more than the mean of ranks, and how much of its work."""
+    """The kind of layer whose work on a rank exceeds the mean of all ranks most, and by how many ms."""
     works: dict[str, list[float]] = {}
     for other, row in enumerate(found.plan.placement.stages):
         for layer in (one for stage in row for one in found.cut.stages[stage]):
@@ -157,8 +166,8 @@ class _Better:
 
 @dataclass
 class _Tried:
-    """Settings by what was found: faster ones that fit the card, faster ones that do not, others; and those that were
-    not looked at."""
+    """Other settings: faster ones that fit the card, faster ones that need more memory, slower ones, and the names of
+    settings that were not simulated."""
 
     fast: list[_Better] = field(default_factory=list)
     large: list[_Better] = field(default_factory=list)
@@ -166,7 +175,7 @@ class _Tried:
     left: list[str] = field(default_factory=list)
 
     def better(self) -> list[_Better]:
-        """At most three, the fastest first."""
+        """The faster settings that fit: at most three, the fastest first."""
         return sorted(self.fast, key=lambda one: one.step)[:_BETTER]
 
     def lines(self, gpu: Gpu) -> Iterator[str]:
@@ -174,13 +183,13 @@ class _Tried:
         if slow:
             yield f"not faster by {_GAIN:.0%}: {', '.join(slow)}"
         if large:
-            yield f"faster, but more than the {gpu.memory:g} GB of the card by an estimate: {', '.join(large)}"
+            yield f"faster, but estimated to need more than the card's {gpu.memory:g} GB: {', '.join(large)}"
         if self.left:
-            yield f"not looked at, as it takes long: {', '.join(self.left)}; megatron-pp advise does"
+            yield f"not simulated, because it takes long: {', '.join(self.left)}; megatron-pp advise simulates them"
 
 
 def _looked_at(job: Job, gpu: Gpu, now: Timed) -> _Tried:
-    """Other settings that Megatron takes, the cheapest to simulate first."""
+    """The results of other settings that Megatron accepts. Those that are fast to simulate are tried first."""
     found, work = _Tried(), 0.0
     usable = [one for one in _tried(job) if not _refused(job, one[2])]
     for text, change, args, schedule in sorted(usable, key=lambda one: _work_of(job, *one[2:])):
@@ -202,13 +211,13 @@ def _looked_at(job: Job, gpu: Gpu, now: Timed) -> _Tried:
 
 
 def _refused(job: Job, args: Mapping[str, Any]) -> bool:
-    """Whether Megatron refuses more than it does now."""
+    """Whether Megatron refuses the changed job by a rule that the job keeps now."""
     changed = replace(job, args={**job.args, **args})
     return any([*rule.broken(changed)] and not [*rule.broken(job)] for rule in RULES)
 
 
 def _work_of(job: Job, args: Mapping[str, Any], schedule: str) -> float:
-    """Forwards that are simulated, in those of Megatron's schedule."""
+    """The work to simulate a setting, in forwards of Megatron's schedule."""
     changed = replace(job, args={**job.args, **args})
     size = pipeline_size(changed)
     group = max(size, int(changed.get("microbatch_group_size_per_vp_stage") or size))
@@ -218,9 +227,9 @@ def _work_of(job: Job, args: Mapping[str, Any], schedule: str) -> float:
 
 
 def _tried(job: Job) -> Iterator[tuple[str, str, Mapping[str, Any], str]]:
-    """What it is, how it is asked for, the settings, and the schedule where it is not Megatron's."""
+    """Settings to try: (name, how the user sets it, the changed settings, the schedule or "" for Megatron's)."""
     size, chunks = pipeline_size(job), chunks_of(job)
-    if size == 1 or job.framework == TORCHTITAN:  # whose settings have other names
+    if size == 1 or job.framework == TORCHTITAN:  # torchtitan's settings have other names
         return
     for name in () if any(map(job.get, _WHOLE)) or job.get("cuda_graph_impl", "none") != "none" else _OURS[chunks > 1]:
         run = f"install(pipeline_schedule={name!r}), or megatron-pp run --pipeline-schedule {name}"

@@ -1,1 +1,1 @@
-"""A job as its flags or its files describe it: how each program's settings become those of Megatron."""
+"""Reads a job from its flags or files, and converts each program's settings to Megatron's."""

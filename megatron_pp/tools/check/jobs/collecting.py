@@ -1,15 +1,16 @@
-"""Megatron's checks, each of which is recorded instead of raised, so that one run finds all of them.
+"""Runs Megatron's checks so that each failed check is recorded instead of raised. One run then finds all of them.
 
-`collect_refusals()` is called before Megatron is imported. From then on its modules with checks are compiled with three
-changes, in the functions that check and nowhere else:
+`collect_refusals()` is called before Megatron is imported. It changes how Megatron's modules with checks are compiled.
+Only the functions that check are changed, in three ways:
 
-| Megatron writes      | becomes                                                      |
-| -------------------- | ------------------------------------------------------------ |
-| ``assert test, text``| ``if not test: record(text)``                                |
-| ``raise Error(text)``| ``record(text)``                                             |
-| any other statement  | the same; what it raises is recorded, and the next one runs  |
+| Megatron writes      | becomes                                                                             |
+| -------------------- | ----------------------------------------------------------------------------------- |
+| ``assert test, text``| ``if not test: record(text)``                                                       |
+| ``raise Error(text)``| ``record(text)``                                                                    |
+| any other statement  | the same statement; its exception is recorded, and the next statement runs          |
 
-A statement that raises after the first refusal may do so because of it. Such an error is recorded as a consequence.
+A statement that raises after the first refusal may raise because of this refusal. Its error is recorded as a
+consequence.
 """
 
 from __future__ import annotations
@@ -30,15 +31,20 @@ MODULES = (
     "megatron.core.num_microbatches_calculator",
 )
 _CHECKS = ("validate", "_validate", "_check", "__post_init__", "core_transformer_config_from_args", "_init_")
-"""How the names of functions begin that check."""
+"""The names of the functions that check begin with one of these."""
 _RECORD, _FAILED = "__megatron_pp_record__", "__megatron_pp_failed__"
 _SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """``text``: Megatron's own; "" where it has none. ``condition``: what it asks for, as Python. ``settings``: that
-    the condition reads. ``place``: file and line."""
+    """One refusal by a check of Megatron.
+
+    text       Megatron's text; "" if it has none
+    condition  the condition that must hold, as Python code
+    settings   the settings that the condition reads
+    place      file and line of the check
+    """
 
     text: str
     condition: str
@@ -48,7 +54,9 @@ class Refusal:
 
 @dataclass
 class Refusals:
-    """``consequences``: what failed after the first refusal, maybe because of it; ``failed``: what failed before."""
+    """All refusals of a run. ``failed`` has other errors before the first refusal; ``consequences`` has errors after
+    it,
+    which the refusal may have caused."""
 
     found: list[Refusal] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -70,7 +78,7 @@ class Refusals:
 
 
 def collect_refusals() -> Refusals:
-    """What Megatron's checks refuse is recorded here from now on."""
+    """Makes Megatron's checks record their refusals in the returned object. Megatron must not be imported yet."""
     found = Refusals()
     sys.meta_path.insert(0, _Finder(found))
     return found
@@ -95,7 +103,7 @@ class _Loader(SourceFileLoader):
         self.found = found
 
     def get_code(self, fullname: str) -> CodeType:
-        """From the source, and never from or into a file of compiled code."""
+        """Compiles the changed source. It neither reads nor writes a file of compiled code."""
         tree = ast.parse(self.get_data(self.path), self.path)
         changed = ast.fix_missing_locations(_Checks(self.path).visit(tree))
         return compile(changed, self.path, "exec", dont_inherit=True)
@@ -106,7 +114,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Checks(ast.NodeTransformer):
-    """Changes the functions that check."""
+    """Changes the functions that check, as the table above says."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -141,7 +149,7 @@ class _Checks(ast.NodeTransformer):
         return _call(_RECORD, [text, *self._about(condition, settings, node)], node)
 
     def _guarded(self, node: ast.stmt) -> ast.stmt:
-        """What the statement raises is recorded. SystemExit goes on."""
+        """The statement in a try that records its exception. SystemExit is not caught."""
         failed = _call(_FAILED, [ast.Name("error", ast.Load()), *self._about(None, settings_of(node), node)], node)
         handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), "error", [failed])
         return ast.copy_location(ast.Try([node], [handler], [], []), node)
@@ -157,12 +165,12 @@ def _call(name: str, arguments: list[ast.expr], node: ast.stmt) -> ast.stmt:
 
 
 def _text_of(error: ast.expr) -> ast.expr:
-    """The text of an exception that is raised."""
+    """The expression of the text of an exception that is raised."""
     return error.args[0] if isinstance(error, ast.Call) and error.args else error
 
 
 def _with_settings(node: ast.stmt, test: ast.expr, settings: tuple[str, ...]) -> ast.stmt:
-    """An error that is raised under a condition is about the settings that the condition reads."""
+    """Gives an error that is raised under a condition the settings that the condition reads."""
     for one in ast.walk(node):
         if not (isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id == _RECORD):
             continue
@@ -175,7 +183,7 @@ def _with_settings(node: ast.stmt, test: ast.expr, settings: tuple[str, ...]) ->
 
 
 def settings_of(node: ast.AST) -> tuple[str, ...]:
-    """Names that a piece of Megatron's code reads: attributes of ``args`` and of a config, and local names."""
+    """The names that a piece of Megatron's code reads: attributes of ``args`` and of a config, and local names."""
     found = []
     for one in ast.walk(node):
         if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id in ("args", "self"):

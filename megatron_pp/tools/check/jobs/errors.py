@@ -1,4 +1,4 @@
-"""What ends a check without an answer."""
+"""The error that ends a check without an answer."""
 
 from __future__ import annotations
 

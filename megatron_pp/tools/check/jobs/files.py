@@ -1,4 +1,4 @@
-"""Jobs in files: Megatron's YAML, Megatron-Bridge's, verl's and ms-swift's, and torchtitan's TOML."""
+"""Reads jobs from files: YAML of Megatron, Megatron-Bridge, verl and ms-swift, and TOML of torchtitan."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ _PROGRAMS = {
     "torchtitan": ("parallelism",),
     "megatron-bridge": ("model",),
 }
-"""Program -> sections at the top of its files, one of which tells it from others; in the order of the question."""
+"""Program -> top-level sections of its files. A file that has one of them is the program's. Tried in this order."""
 _MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size")
 
 
 def read_file(path: str, changes: Sequence[str], gpus: int) -> Job:
-    """The job of a file, with ``changes`` such as ``model.pipeline_model_parallel_size=4`` on top of it. Raises
-    UnreadableError, and FileFormatError for a file that is missing or no text."""
+    """The job of a file after ``changes`` such as ``model.pipeline_model_parallel_size=4``.
+
+    Raises UnreadableError, and FileFormatError for a file that does not exist or is not text.
+    """
     if Path(path).is_dir():
-        raise UnreadableError(f"{path} is a folder; check takes a script with its flags, or a file of settings")
+        raise UnreadableError(f"{path} is a folder; check reads a script with its flags, or a file of settings")
     nested, found = loaded_with_repeats(path)
     values = flat(nested) | changes_of(changes, path)
     program = program_of(path, values)
@@ -48,10 +50,10 @@ def job_of_values(program: str, values: Mapping[str, Any], gpus: int, source: st
     values, found = special.prepared(program, values, gpus, Path(source).parent)
     references = [key for key in references if setting_of(program, key) != ""]
     if references:
-        text = f"values that refer to others in a way that check does not follow are not read: {', '.join(references)}"
+        text = f"not read, because check does not know this kind of reference to other values: {', '.join(references)}"
         found = [*found, Finding("references-not-followed", RISK, text, "", tuple(references))]
     read = read_keys(program, values)
-    unknown = f"{len(read.unknown)} keys are not understood and not read: {', '.join(read.unknown)}"
+    unknown = f"{len(read.unknown)} keys are not known and were not read: {', '.join(read.unknown)}"
     if read.unknown:
         found = [*found, Finding("unknown-keys", RISK, unknown, "", tuple(read.unknown))]
     name = "megatron" if program == "megatron-yaml" else program
@@ -63,14 +65,14 @@ def loaded(path: str) -> Mapping[str, Any]:
 
 
 def loaded_with_repeats(path: str) -> tuple[Mapping[str, Any], list[Finding]]:
-    """The file's values, and what is given twice in it with unlike values."""
+    """The file's values, and a finding if a key is in it twice with different values."""
     text = read_text(path)
     values, twice = (_toml(path, text), []) if path.endswith(".toml") else _yaml(path, text)
     if values is None or values == {}:
         raise UnreadableError(f"{path} is empty; a file of settings has lines such as pipeline_model_parallel_size: 4")
     if not isinstance(values, Mapping):
-        raise UnreadableError(f"{path} holds a {type(values).__name__}, not settings with names")
-    text = f"{path} has unlike values for one key; the last one counts: {', '.join(twice)}"
+        raise UnreadableError(f"{path} contains a {type(values).__name__}, not settings with names")
+    text = f"{path} has two different values for a key; the last one counts: {', '.join(twice)}"
     return values, [Finding("key-given-twice", RISK, text, "one of them")] if twice else []
 
 
@@ -80,16 +82,17 @@ def _yaml(path: str, text: str) -> tuple[Any, list[str]]:
         loader = _loader(yaml)(text)
         return loader.get_single_data(), loader.twice
     except RecursionError:
-        raise UnreadableError(f"{path}: this is no file of settings (it is nested too deeply)") from None
+        raise UnreadableError(f"{path}: this is not a file of settings (it is nested too deeply)") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         why = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UnreadableError(f"{path}{where}: this is no YAML ({why})") from None
+        raise UnreadableError(f"{path}{where}: this is not YAML ({why})") from None
 
 
 def _loader(yaml: Any) -> Any:
-    """PyYAML's safe one. An object with a tag is its values; keys that are given twice are in its ``twice``."""
+    """A subclass of PyYAML's safe loader. It reads an object with a tag as its plain values, and lists keys that a file
+    has twice in ``twice``."""
 
     class Loader(yaml.SafeLoader):
         def __init__(self, text: str) -> None:
@@ -123,11 +126,12 @@ def _toml(path: str, text: str) -> Any:
     try:
         return toml.loads(text)
     except toml.TOMLDecodeError as error:
-        raise UnreadableError(f"{path}: this is no TOML ({error})") from None
+        raise UnreadableError(f"{path}: this is not TOML ({error})") from None
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Path with dots -> value. What names an object, such as ``_target_: torch.bfloat16``, is its last name."""
+    """Path with dots -> value. The value of a reference to an object, such as ``_target_: torch.bfloat16``, is the last
+    part of its name."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{before}{name}"
@@ -141,14 +145,14 @@ def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def changes_of(words: Sequence[str], path: str) -> dict[str, Any]:
-    """Hydra's ``name.of.key=value``; ``+`` and ``++`` before it add a key, ``~`` removes one."""
+    """The values of Hydra's changes ``name.of.key=value``. ``+`` and ``++`` in front add a key, ``~`` removes a key."""
     found: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
         if word.startswith("~"):
             found[key.lstrip("~")] = None
         elif not equals or word.startswith("-"):
-            raise UnreadableError(f"{word!r} behind {path} is no change of it; one looks like name.of.key=value")
+            raise UnreadableError(f"{word!r} after {path} is not a change of it; write changes as name.of.key=value")
         else:
             found[key] = value_of(value)
     return found
@@ -167,7 +171,7 @@ def value_of(text: str) -> Any:
 
 
 def program_of(path: str, values: Mapping[str, Any]) -> str:
-    """Whose file it is, by what it has. Raises UnreadableError."""
+    """The program whose file it is, judged by its keys. Raises UnreadableError if no program has such keys."""
     tops = {key.partition(".")[0] for key in values}
     parts = {key.partition(".")[0] for key in values if "." in key}
     for program, sections in _PROGRAMS.items():
@@ -176,12 +180,12 @@ def program_of(path: str, values: Mapping[str, Any]) -> str:
     if {name_of(key) for key in values} & {*_MEGATRON} and not path.endswith(".toml"):
         swift = tops & {"model", "dataset", "rlhf_type", "tuner_type", "train_type", "max_length", "mcore_model"}
         return "ms-swift" if swift else "megatron-yaml"
-    known = "Megatron's, Megatron-Bridge's, verl's or ms-swift's YAML, or torchtitan's TOML"
-    raise UnreadableError(f"{path} has {_few(tops)} at its top: it is not {known}")
+    known = "YAML of Megatron, Megatron-Bridge, verl or ms-swift, and TOML of torchtitan"
+    raise UnreadableError(f"{path} has {_few(tops)} as top-level keys, which no known program has. Possible: {known}")
 
 
 def name_of(key: str) -> str:
-    """The setting that a key of Megatron's own files is named as: its last part, written as a flag or not."""
+    """The setting of a key in Megatron's own files: the key's last part, which may be written as a flag."""
     return key.rpartition(".")[2].lstrip("-").replace("-", "_")
 
 

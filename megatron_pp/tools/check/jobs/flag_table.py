@@ -1,4 +1,4 @@
-"""Settings that Megatron's own code has not read: on the defaults of its parser, and with sizes that follow."""
+"""Makes a job of settings without Megatron's own code: adds the defaults of its parser, and sizes that it computes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ WRONG_VALUE = "value-not-understood"
 
 
 def read_flags(words: Sequence[str], gpus: int, why: str, release: str = "", own: str = "") -> Job:
-    """The job of a script and its flags, by the table of Megatron's flags. ``why``: not by Megatron's own parser.
-    ``own``: the script's source, whose flags are known though nothing is read of them."""
+    """The job of a script and its flags, read by the table of Megatron's flags.
+
+    ``why`` says why Megatron's own parser did not read them. ``own`` is the script's source: flags that it names are
+    not
+    reported as unknown.
+    """
     read = read_words(words[1:])
     read.unknown = [name for name in read.unknown if f'"{name}"' not in own and f"'{name}'" not in own]
-    found = [Finding("not-read-by-megatron", NOTE, f"{why}; the flags are read by a table of Megatron's flags instead")]
+    found = [Finding("not-read-by-megatron", NOTE, f"{why}; a table of Megatron's flags was used to read the flags")]
     for name in read.unknown:
-        text = f"{name} is no flag of Megatron's that is known{did_you_mean(name, options())}; it is not read"
+        text = f"{name} is not a known flag of Megatron{did_you_mean(name, options())}; it was not read"
         found.append(Finding("unknown-flag", RISK, text, "", (name.lstrip("-").replace("-", "_"),)))
     defaults = {"deallocate_pipeline_outputs": True}  # Megatron's training sets it
     return job_of("megatron", read, gpus, words[0], found, release, defaults)
@@ -38,7 +42,7 @@ def job_of(
     release: str = "",
     defaults: Mapping[str, Any] | None = None,
 ) -> Job:
-    """``defaults``: of the program, where they are not those of Megatron's parser."""
+    """The job of the settings in ``read``. ``defaults`` are those of the program that differ from Megatron's parser."""
     wrong = [Finding(WRONG_VALUE, ERROR, text) for text in read.wrong]
     return Job(
         framework=framework,
@@ -54,7 +58,7 @@ def job_of(
 
 
 def installed_release() -> str:
-    """Of Megatron-core; "" where none is installed."""
+    """The installed release of Megatron-core; "" if it is not installed."""
     try:
         return metadata.version("megatron-core")
     except metadata.PackageNotFoundError:

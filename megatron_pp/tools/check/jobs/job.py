@@ -1,4 +1,4 @@
-"""A training job as its flags or its files describe it, whatever program reads them."""
+"""A training job as its flags or files describe it, the same for all programs."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import Any
 from megatron_pp.tools.check.findings import Finding
 
 TORCHTITAN = "torchtitan"
-"""The one program whose jobs run without Megatron."""
+"""The only known program whose jobs run without Megatron."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of a job. Every setting has the name of Megatron's argument for it, such as
-    ``pipeline_model_parallel_size``, however the job's own program spells it.
+    """The settings of a job. A setting has the name of Megatron's argument, such as ``pipeline_model_parallel_size``,
+    also if the job's own program spells it differently.
 
     framework   the program: "megatron", "megatron-bridge", "verl", "slime", "ms-swift" or "torchtitan"
-    gpus        processes of the whole job, one per GPU
-    given       what the user wrote, and nothing else, with the types of Megatron's arguments
-    args        all settings as a step sees them: behind Megatron's own checks and defaults where ``validated``, else
-                what was given on the defaults that are known
+    gpus        number of processes of the whole job, one per GPU
+    given       the settings that the user wrote, with the types of Megatron's arguments
+    args        all settings as a step sees them. If ``validated``, they are the result of Megatron's own checks;
+                otherwise the given settings and the known defaults
     spelling    setting -> how the user writes it: ``--pipeline-model-parallel-size``,
                 ``actor.megatron.pipeline_model_parallel_size``
-    unknown     what the job has and this command does not understand, as the user wrote it
-    found       what reading found: refusals of Megatron's parser and checks, files that are named and missing
-    release     of Megatron-core, such as "0.19.2"; "" where none is installed and none was named
-    source      what was read, for messages: a script's name, a file's path
-    on_engine   whether this engine runs its steps: it is started by `megatron-pp run`, or the script calls `install()`
+    unknown     settings of the job that this command does not know, as the user wrote them
+    found       findings of reading, such as refusals by Megatron's parser and checks
+    release     release of Megatron-core, such as "0.19.2"; "" if it is not installed
+    validated   Megatron's own checks have run
+    source      name for messages: the script's name or the file's path
+    on_engine   this engine runs the steps: the script is started by `megatron-pp run` or calls `install()`
     """
 
     framework: str
@@ -44,10 +45,10 @@ class Job:
     on_engine: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A setting; ``default`` where it is missing or None."""
+        """The value of a setting; ``default`` if it is missing or None."""
         value = self.args.get(name)
         return default if value is None else value
 
     def spell(self, name: str) -> str:
-        """How the user writes a setting; as a flag of Megatron where nothing else is known."""
+        """The name that the user writes for a setting. If the job does not know it, the setting as a Megatron flag."""
         return self.spelling.get(name, "--" + name.replace("_", "-"))

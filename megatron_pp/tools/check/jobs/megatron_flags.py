@@ -1,4 +1,4 @@
-"""A Megatron script and its flags, read by Megatron's own parser and checks, as rank 0 of the job."""
+"""Reads a Megatron script's flags by Megatron's own parser and checks, as rank 0 of the job would."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from megatron_pp.tools.check.findings import ERROR, NOTE, RISK, Finding
 from megatron_pp.tools.check.jobs.errors import UnreadableError
 from megatron_pp.tools.check.jobs.job import Job
 
-PATIENCE = 120.0  # seconds until Megatron has been imported and has read the flags
+PATIENCE = 120.0  # seconds that importing Megatron and reading the flags may take
 HOPPER = 9
 _TOLD = re.compile(
     r"disabl|ignor|deprecat|overrid|not support|no longer|turn|setting|warning|replac|instead|forc|only|cannot|fall"
     r"|must|should|recommend",
     re.IGNORECASE,
 )
-"""Lines of Megatron's that say that it changes something, or advises."""
+"""Matches the lines by which Megatron says that it changes a setting, or gives advice."""
 _ROUTINE = re.compile(r"Overriding default arguments|python|Setting global batch size|Please specify --split", re.I)
 _TRAINING = "megatron.training"
 _OF_PACKAGES = re.compile(r"please install|not installed|install (it|them) (with|via|by)", re.IGNORECASE)
-"""Refusals that are about this machine."""
+"""Matches refusals that are about this machine, not about the job."""
 _ENVIRONMENT = re.compile(r"\bos\.(environ|getenv)\b")
-"""Conditions that read variables which a login node may not have."""
+"""Matches conditions that read environment variables, which may not be set on a login node."""
 _ASSUMED = {
-    "transformer_engine": "Transformer Engine is not installed here; checks that need a release of it are passed",
-    "flashinfer": "FlashInfer is not installed here; checks that need a release of it are passed",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "CUDA_DEVICE_MAX_CONNECTIONS is not set here; it is taken to be right in the job",
+    "transformer_engine": "Transformer Engine is not installed here; the job is assumed to have the release it needs",
+    "flashinfer": "FlashInfer is not installed here; the job is assumed to have the release it needs",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "CUDA_DEVICE_MAX_CONNECTIONS is not set here; the job is assumed to set it right",
 }
 
 
@@ -42,7 +42,7 @@ _LIBRARIES = {
     "transformer_engine": re.compile(r"\bTE\b|transformer[-_ ]?engine|NVTE_", re.IGNORECASE),
     "flashinfer": re.compile("flashinfer", re.IGNORECASE),
 }
-"""Library -> what refusals call it."""
+"""Library -> the names that refusals use for it."""
 
 
 def read_script(
@@ -54,22 +54,24 @@ def read_script(
     patience: float = PATIENCE,
     environment: Mapping[str, str] | None = None,
 ) -> Job:
-    """The job of ``words``: a script, or a module's name with ``module``, and its flags. ``generation``: of the GPU, as
-    CUDA numbers it. ``environment``: variables of the job that this process has not. Raises UnreadableError.
+    """The job of ``words``: a script, or the name of a module if ``module`` is set, and its flags.
+
+    ``generation`` is the GPU's major compute capability. ``environment`` has variables that are set in the job but not
+    in this process. Raises UnreadableError.
     """
     script = _path_of(words[0], module)
     text = own_text(script)
     if "ArgumentParser(" in text and _TRAINING not in text:
         from megatron_pp.tools.check.jobs import flag_table
 
-        return flag_table.read_flags(words, gpus, f"{words[0]} has a parser of its own", own=text)
+        return flag_table.read_flags(words, gpus, f"{words[0]} has its own parser", own=text)
     request = {"script": script, "module": module, "words": [*words[1:]], "gpus": gpus, "generation": generation}
     request["environment"] = dict(environment or {})
     return job_of_answer(_asked(request, patience), words, script, gpus)
 
 
 def job_of_answer(answer: Mapping[str, Any], words: Sequence[str], script: str, gpus: int) -> Job:
-    """The job of what a process of `megatron_process` answers. ``script``: the file that ``words`` name."""
+    """The job of the answer that a process of `megatron_process` gave. ``script`` is the file that ``words`` name."""
     if "missing" in answer or not answer["checked"]:
         from megatron_pp.tools.check.jobs import flag_table
 
@@ -93,7 +95,7 @@ def _path_of(name: str, module: bool) -> str:
     if not module:
         if not Path(name).is_file():
             problem = "is a folder, not a script" if Path(name).is_dir() else "does not exist"
-            raise UnreadableError(f"{name} {problem}; check takes a script with its flags, or a file of settings")
+            raise UnreadableError(f"{name} {problem}; check reads a script with its flags, or a file of settings")
         return name
     sys.path.insert(0, "")
     try:
@@ -103,7 +105,7 @@ def _path_of(name: str, module: bool) -> str:
     finally:
         sys.path.remove("")
     if spec is None or spec.origin is None:
-        raise UnreadableError(f"there is no module {name!r}; -m takes the name of one, such as my_project.train")
+        raise UnreadableError(f"there is no module {name!r}; -m needs the name of a module, such as my_project.train")
     return spec.origin
 
 
@@ -123,23 +125,23 @@ def _asked(request: Mapping[str, Any], patience: float) -> dict[str, Any]:
 def _why_not_imported(answer: Mapping[str, Any]) -> str:
     if answer.get("module") in ("megatron.training", "megatron"):
         return (
-            "megatron.training cannot be imported: it is not on PyPI, and comes with a checkout of Megatron-LM, beside "
-            "the script or on PYTHONPATH"
+            "megatron.training cannot be imported: it is not on PyPI but in a checkout of Megatron-LM, which must be "
+            "beside the script or on PYTHONPATH"
         )
     if "missing" not in answer:
-        return "the script does not read its flags by Megatron's parser"
+        return "the script does not read its flags with Megatron's parser"
     return f"megatron.training cannot be imported ({answer['missing']})"
 
 
 def _unknown_flags(words: Sequence[str], script: str) -> list[str]:
-    """Flags that Megatron's parser does not know, and that the script does not name either."""
+    """The flags that neither Megatron's parser nor the script's source knows."""
     names = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
     text = own_text(script)
     return [name for name in names if f'"{name}"' not in text and f"'{name}'" not in text]
 
 
 def own_text(script: str) -> str:
-    """The source of the script; "" where it cannot be read."""
+    """The source of the script; "" if it cannot be read."""
     try:
         return Path(script).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -158,9 +160,9 @@ def _usage(answer: Mapping[str, Any], words: Sequence[str], script: str) -> list
     for name in _unknown_flags(answer["unknown"], script):
         level, text = ERROR, f"Megatron {answer['release']}'s parser does not know {name}{did_you_mean(name, known)}"
         if own_parser:
-            level, text = RISK, f"{text}; the script does not name megatron.training, and may have a parser of its own"
+            level, text = RISK, f"{text}; the script does not name megatron.training and may have its own parser"
         elif adds_own:
-            level, text = RISK, f"{text}; the script adds flags of its own, which may have it"
+            level, text = RISK, f"{text}; it may be one of the flags that the script adds"
         found.append(Finding("unknown-flag", level, text, f"remove {name}", (name.lstrip("-").replace("-", "_"),)))
     return found
 
@@ -169,14 +171,14 @@ def _refusals(answer: Mapping[str, Any]) -> list[Finding]:
     found = []
     for one in answer["refusals"]:
         if _asks_for_what_is_assumed(answer, one["text"]):
-            continue  # of this machine, not of the job
+            continue  # it is about this machine, not about the job
         if _OF_PACKAGES.search(one["text"]):
-            text = f"Megatron misses a package here, which the job may have: {one['text']}"
+            text = f"Megatron needs a package that is missing here, but may be there in the job: {one['text']}"
             found.append(Finding("package-not-here", NOTE, text))
             continue
         settings = tuple(one["settings"])
         about = settings[0].replace("_", "-") if settings else "settings"
-        text = one["text"].strip() or f"Megatron asks for {one['condition']}"
+        text = one["text"].strip() or f"this must hold: {one['condition']}"
         given = ", ".join(_valued(answer, name) for name in settings if name in answer["given"])
         text = f"Megatron refuses: {text}" + (f" ({given})" if given else "")
         level = ERROR
@@ -189,7 +191,7 @@ def _refusals(answer: Mapping[str, Any]) -> list[Finding]:
 
 
 def _asks_for_what_is_assumed(answer: Mapping[str, Any], text: str) -> bool:
-    """Whether a refusal asks for a library, or a release of it, that is taken to be there in the job."""
+    """Whether a refusal is about a library, or its release, that the job is assumed to have."""
     words = (_LIBRARIES[one] for one in answer["assumed"] if one in _LIBRARIES)
     return bool(_NEEDED.search(text)) and any(one.search(text) for one in words)
 
@@ -201,15 +203,15 @@ def _valued(answer: Mapping[str, Any], name: str) -> str:
 
 
 def _changes(answer: Mapping[str, Any]) -> list[Finding]:
-    """What was given and is another value behind Megatron's checks, with what Megatron says of it; then what it says
-    besides."""
+    """A note for each given setting that Megatron's checks have changed, with the lines that Megatron prints about it.
+    Then a note for each other line that Megatron prints."""
     said = [line for line in answer["said"] if _TOLD.search(line) and not _ROUTINE.search(line)]
     found, told = [], set()
     for name, value in answer["given"].items():
         if not answer["args"] or name not in answer["args"]:
             continue
         after = answer["args"][name]
-        if after == value or [after] == value:  # Megatron takes single values out of their lists
+        if after == value or [after] == value:  # Megatron replaces some lists of one value by the value
             continue
         words = re.compile(re.escape(name).replace("_", "[-_ ]?"), re.IGNORECASE)
         reasons = [line for line in said if words.search(line)]

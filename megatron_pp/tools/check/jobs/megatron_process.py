@@ -1,10 +1,10 @@
-"""Reads a script's flags by Megatron's own parser and checks, in a process of its own.
+"""Reads a script's flags by Megatron's own parser and checks, in a process of its own. It prints one JSON object.
 
     python -m megatron_pp.tools.check.jobs.megatron_process '{"script": ..., "words": [...], "gpus": 64, ...}'
 
-prints one JSON object. No process group is made and no GPU is used: Megatron's `parse_args` and `validate_args` read
-the number of processes from the environment, and ask the device for its generation only. `megatron.training` is
-imported without what its package imports for training.
+It makes no process group and uses no GPU. Megatron's `parse_args` and `validate_args` read the number of processes from
+the environment, and need the compute capability of the device only. `megatron.training` is imported without the
+modules that its package imports for training.
 """
 
 from __future__ import annotations
@@ -31,36 +31,38 @@ from typing import Any
 
 from megatron_pp.errors import MegatronPPError
 
-_MOST_ERRORS = 20  # of the parser, each of which needs a run of its own
+_MOST_ERRORS = 20  # usage errors that are collected; the parser runs once more for each
 _PARSED = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-layers")
-"""A parser that knows these is Megatron's."""
+"""A parser that knows these flags is Megatron's."""
 _NEWEST = "99.0"
-"""The release of what is taken to be there."""
+"""The release that libraries are assumed to have in the job."""
 _SAME = {
     "transformer_pipeline_model_parallel_size": "pipeline_model_parallel_size",
     "total_model_size": "world_size",
     "num_layers_per_pipeline_stage": "num_layers",
 }
-"""Names in Megatron's checks -> the setting that they are computed from."""
+"""Local name in Megatron's checks -> the setting that it is computed from."""
 
 
 class UsageFoundError(MegatronPPError):
-    """What argparse ends a script with."""
+    """A usage error of argparse, which would end the script."""
 
 
 def main() -> None:
     request = json.loads(sys.argv[1])
     answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    gc.disable()  # a fifth of the time of an import
+    os.dup2(2, 1)  # so that lines which libraries print do not get into the answer
+    gc.disable()  # collecting would take a fifth of the import's time
     json.dump(read_request(request), answer)
     answer.close()
     sys.stderr.flush()
-    os._exit(0)  # at once: torch takes half a second to end
+    os._exit(0)  # without torch's finalizers, which take half a second
 
 
 def read_request(request: dict[str, Any], imported: tuple[Any, Any, list[str]] | None = None) -> dict[str, Any]:
-    """What `megatron_flags` makes a job of. ``imported``: from `import_arguments`, where the process has called it."""
+    """The answer that `megatron_flags` makes a job of. ``imported`` is the result of `import_arguments`, if this
+    process
+    has called it already."""
     script = Path(request["script"])
     sys.path[0] = os.getcwd() if request["module"] else str(script.resolve().parent)
     os.environ.update(request.get("environment", {}))
@@ -98,13 +100,14 @@ def read_request(request: dict[str, Any], imported: tuple[Any, Any, list[str]] |
 
 
 def _with_known_settings(refusal: Any, known: set[str]) -> dict[str, Any]:
-    """Local names and methods of Megatron's are no settings."""
+    """A refusal as a dict. Of its names only settings are kept, no local names and methods of Megatron."""
     names = dict.fromkeys(_SAME.get(name, name) for name in refusal.settings)
     return {**dataclasses.asdict(refusal), "settings": [name for name in names if name in known]}
 
 
 def import_arguments(generation: int) -> tuple[Any, Any, list[str]]:
-    """Megatron's module of arguments, whose checks record; and what is assumed of libraries that are missing here."""
+    """The refusals that checks will record, Megatron's module of arguments, and the names of libraries and variables
+    that are missing here and assumed to be there in the job."""
     from megatron_pp.tools.check.jobs.collecting import collect_refusals
 
     vars(typing).setdefault("override", lambda function: function)  # Megatron's main branch needs Python 3.12
@@ -117,7 +120,7 @@ def import_arguments(generation: int) -> tuple[Any, Any, list[str]]:
             raise
         from megatron_pp.tools.parity.cpu_stand_in import triton_stand_in
 
-        importlib.import_module("torch._dynamo")  # wants the real one, or none
+        importlib.import_module("torch._dynamo")  # before the stand-in: it takes the real triton or none
         with triton_stand_in():
             arguments, assumed = _imported()
     vars(arguments)["_print_args"] = lambda *_, **__: None
@@ -138,7 +141,7 @@ def _imported() -> tuple[Any, list[str]]:
 
 
 def _not_imported(name: str) -> Any:
-    """A function of `megatron.training`: its module imports what is needed to train, and is not imported here."""
+    """A stand-in for a function of `megatron.training`, whose module is not imported: it imports all of training."""
     if name.startswith("__"):
         raise AttributeError(name)
     if name == "ARGS":
@@ -147,7 +150,8 @@ def _not_imported(name: str) -> Any:
 
 
 def _stand_in_for_device(generation: int) -> None:
-    """Nothing is computed here, so nothing is compiled: a third of the time to import Megatron is torch's compiler."""
+    """Replaces the functions that ask the device, and `torch.compile`. This process computes nothing, and torch's
+    compiler would take a third of the time to import Megatron."""
     import torch
 
     vars(torch)["compile"] = lambda model=None, **_: model if model is not None else (lambda function: function)
@@ -161,7 +165,8 @@ def _stand_in_for_device(generation: int) -> None:
 
 
 def _assume_libraries(utils: Any) -> list[str]:
-    """What a machine without GPUs often lacks is taken to be there, in the newest release."""
+    """Makes Megatron believe that libraries which a machine without GPUs often lacks are there, in the newest release.
+    Returns the names of what was missing."""
     assumed = []
     for package, name in (("transformer_engine", "is_te_min_version"), ("flashinfer", "is_flashinfer_min_version")):
         if importlib.util.find_spec(package) is None and hasattr(utils, name):
@@ -178,10 +183,11 @@ def _assume_libraries(utils: Any) -> list[str]:
 
 @dataclasses.dataclass
 class _Seen:
-    """What the parser reads. ``given``: what is in the words; ``before``: all values, before checks."""
+    """The result of the parser. ``given`` has the values that the words set, ``before`` all values before the
+    checks."""
 
     words: list[str]
-    own: tuple[Any, dict[str, Any]]  # what the script adds to the parser, and its own defaults
+    own: tuple[Any, dict[str, Any]]  # the function by which the script adds flags, and the script's defaults
     given: dict[str, Any] = dataclasses.field(default_factory=dict)
     before: dict[str, Any] = dataclasses.field(default_factory=dict)
     spelling: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -190,7 +196,7 @@ class _Seen:
 
 
 def _parsed_and_checked(arguments: Any, refusals: Any, seen: _Seen) -> Any:
-    """The arguments behind Megatron's checks; None where they cannot be read."""
+    """The arguments after Megatron's checks; None if they cannot be read."""
     provider, defaults = seen.own
     original = argparse.ArgumentParser.parse_known_args
     parser_class: Any = argparse.ArgumentParser
@@ -220,7 +226,7 @@ def _parsed_and_checked(arguments: Any, refusals: Any, seen: _Seen) -> Any:
 
 
 def _parse(parser: argparse.ArgumentParser, original: Any, seen: _Seen) -> argparse.Namespace:
-    """With what is not understood left out, and recorded."""
+    """All values of the parser. Words that it does not understand are left out and recorded in ``seen``."""
     vars(parser)["error"] = _raise_usage
     vars(parser)["exit"] = _raise_usage
     words = list(seen.words)
@@ -259,7 +265,7 @@ def _has(words: list[str], option: str) -> bool:
 
 
 def without_flag(words: list[str], name: str) -> list[str]:
-    """The words without a flag and its values; without any where the name is unknown."""
+    """The words without a flag and its values. If ``name`` is "", no words are left."""
     if not name:
         return []
     kept, inside = [], False
@@ -272,7 +278,9 @@ def without_flag(words: list[str], name: str) -> list[str]:
 
 
 def provider_of(script: Path, arguments: Any) -> tuple[Any, dict[str, Any]]:
-    """What the script adds to Megatron's parser, and the defaults that it gives, as far as its source says."""
+    """The function by which the script adds flags to Megatron's parser (or None), and the defaults that it gives, as
+    far
+    as its source shows them."""
     try:
         tree = ast.parse(script.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -291,7 +299,7 @@ def provider_of(script: Path, arguments: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _function(tree: ast.Module, name: str) -> Any:
-    """A function that the script defines or imports; None where it needs what is not here."""
+    """A function that the script defines or imports; None if it cannot be made here."""
     scope: dict[str, Any] = {"argparse": argparse, "os": os}
     for node in ast.walk(tree):
         try:
@@ -305,7 +313,7 @@ def _function(tree: ast.Module, name: str) -> Any:
 
 
 def _further_checks(arguments: Any, refusals: Any, args: Any) -> dict[str, Any]:
-    """Those of the model's config, and of the number of microbatches; the config's fields."""
+    """Runs the checks of the model's config and of the number of microbatches. Returns the config's fields."""
     config: dict[str, Any] = {}
     if args is None or not hasattr(arguments, "validate_args"):
         return config
@@ -324,7 +332,7 @@ def _further_checks(arguments: Any, refusals: Any, args: Any) -> dict[str, Any]:
         more = {"step_batch_size_schedule": schedule, "seq_length": args.seq_length} if schedule else {}
         calculator.init_num_microbatches_calculator(0, getattr(args, "rampup_batch_size", None), *sizes, **more)
         if schedule:
-            args.global_batch_size = calculator.get_current_global_batch_size()  # of the first steps
+            args.global_batch_size = calculator.get_current_global_batch_size()  # the batch of the first steps
     except Exception as error:
         refusals.fail(error, names, "num_microbatches_calculator")
     return config
@@ -332,7 +340,7 @@ def _further_checks(arguments: Any, refusals: Any, args: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _warnings_into(said: io.StringIO) -> Iterator[None]:
-    """Megatron warns by `warnings` and by loggers; both go where it prints."""
+    """Writes Megatron's warnings into ``said``, those by `warnings` and those by loggers."""
     handler = logging.StreamHandler(said)
     logging.getLogger("megatron").addHandler(handler)
     with warnings.catch_warnings():
@@ -353,7 +361,7 @@ def _release() -> str:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: enums by name, types of torch without "torch.", other objects as text."""
+    """The value as JSON can have it: enums by name, dtypes without "torch.", other objects as text."""
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):

@@ -1,4 +1,4 @@
-"""A job, from whatever describes it: a script with its flags, a file of settings, a shell script, or a recipe."""
+"""Reads a job from a script with its flags, a file of settings, a shell script or a recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_pp.tools.flags.words import values_of_words
 _SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 _YAML = "--yaml-cfg"
 _VARIABLES = ("CUDA_", "NCCL_", "NVTE_", "TORCH_", "CUBLAS_")
-"""How variables begin that Megatron's checks read."""
+"""Beginnings of the environment variables that Megatron's checks read."""
 _RECIPE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _RUN = re.compile(r"\bmegatron[-_]pp\s+run\b")
 _INSTALL = re.compile(r"\binstall(ed)?\(")
@@ -27,8 +27,14 @@ _PYTHON_OF_MEGATRON = "pretrain_gpt.py"
 
 @dataclass(frozen=True)
 class Given:
-    """What a command line has. ``generation``: of the GPU, as CUDA numbers it; ``patience``: seconds that Megatron's
-    parser may take. ``environment``: variables that the job's file sets."""
+    """The description of a job on the command line.
+
+    words        the script or file, and the words after it
+    module       the first word is the name of a module
+    generation   the GPU's major compute capability
+    patience     seconds that Megatron's parser may take
+    environment  variables that the job's file sets
+    """
 
     words: Sequence[str]
     gpus: int
@@ -39,7 +45,7 @@ class Given:
 
 
 def read_job(given: Given) -> Job:
-    """Raises UnreadableError, or another MegatronPPError, where nothing can be read."""
+    """The job. Raises UnreadableError or another MegatronPPError if it cannot be read."""
     return replace(_read(given), on_engine=_names_engine(given.words[0]))
 
 
@@ -70,24 +76,24 @@ def _read(given: Given) -> Job:
 
 
 def settings_of_file(path: str) -> Job:
-    """What a file of settings or a shell script gives, by the tables alone: Megatron is not imported, and its checks do
-    not run. Raises as ``read_job``."""
+    """The job of a file of settings or a shell script, read by tables only: Megatron is not imported, and its checks do
+    not run. Raises as ``read_job`` does."""
     if path.endswith(_SHELL):
         return _shell(Given([path], 1), by_table=True)
     words = _functional_test(path)
     if words is None:
         return files.read_file(path, (), 1)
-    return read_flags([path, *words], 1, "sizes alone are read")
+    return read_flags([path, *words], 1, "only sizes are read")
 
 
 def is_file_of_settings(text: str) -> bool:
-    """Whether a text that an option has is the name of such a file, and not flags."""
+    """Whether the value of an option is the name of a file of settings, and not a text with flags."""
     return text.endswith((*_SHELL, *files.ENDINGS)) and not text.startswith("--") and "\n" not in text
 
 
 def _script(given: Given) -> Job:
     if _YAML in given.words[1:-1]:
-        settings = given.words[given.words.index(_YAML) + 1]  # Megatron takes no other flag then
+        settings = given.words[given.words.index(_YAML) + 1]  # Megatron reads no other flag then
         return replace(files.read_file(settings, (), given.gpus), source=f"{given.words[0]} {_YAML} {settings}")
     return megatron_flags.read_script(
         given.words,
@@ -100,24 +106,25 @@ def _script(given: Given) -> Job:
 
 
 def _functional_test(path: str) -> list[str] | None:
-    """The flags of a functional test of Megatron-LM's; None where the file is none."""
+    """The flags in a file of a functional test of Megatron-LM; None if the file is not one."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError):
-        return None  # the reader of files says what is wrong with it
+        return None  # the reader of files raises the fitting error
     if not re.search(r"^MODEL_ARGS\s*:", text, re.MULTILINE):
         return None
     arguments = files.loaded(path).get("MODEL_ARGS")
     if not isinstance(arguments, dict) or not isinstance(files.loaded(path).get("ENV_VARS") or {}, dict):
-        raise UnreadableError(f"{path}: MODEL_ARGS has no flags; they look like --num-layers: 32")
+        raise UnreadableError(f"{path}: MODEL_ARGS has no flags; a flag looks like --num-layers: 32")
     return [word for name, value in arguments.items() for word in words_of(str(name), value)]
 
 
 def words_of(name: str, value: object) -> list[str]:
-    """A flag as Megatron-LM's own shell script writes it: true is a switch, false is left out, brackets are a list."""
+    """The words of a flag, as Megatron-LM's own shell script writes them: true is a switch, false is left out, brackets
+    are a list."""
     if isinstance(value, list):
         return [name, *map(str, value)]
-    text = "true" if value is None else str(value).replace("\\", "")  # before what the shell would read
+    text = "true" if value is None else str(value).replace("\\", "")  # the backslashes are for the shell
     if text.lower() in ("true", "false"):
         return [name] if text.lower() == "true" else []
     if text.startswith("[") and text.endswith("]"):
@@ -127,14 +134,14 @@ def words_of(name: str, value: object) -> list[str]:
 
 
 def _functional_job(given: Given) -> Job:
-    """By the parser of the checkout that the file lies in, where it lies in one."""
+    """The job of a functional test. If the file is in a checkout of Megatron-LM, the checkout's parser reads it."""
     path = Path(given.words[0]).resolve()
     for folder in path.parents:
         script = folder / _PYTHON_OF_MEGATRON
         if script.is_file() and (folder / "megatron" / "training").is_dir():
             job = _script(replace(given, words=[str(script), *given.words[1:]]))
             return replace(job, source=given.words[0])
-    return read_flags(given.words, given.gpus, "the file lies in no checkout of Megatron-LM")
+    return read_flags(given.words, given.gpus, "the file is not in a checkout of Megatron-LM")
 
 
 def _shell(given: Given, by_table: bool = False) -> Job:
@@ -143,7 +150,7 @@ def _shell(given: Given, by_table: bool = False) -> Job:
     words, left = _set_words([word for word in (*command.words, *rest) if word not in ("$@", "$*")])
     found = []
     if left:
-        text = f"flags with variables that {first} does not set are not read: {', '.join(left)}"
+        text = f"not read, because {first} does not set their variables: {', '.join(left)}"
         found.append(Finding("variables-not-set", NOTE, text))
     if command.program == "verl":
         changes = [word for word in words if "=" in word and not word.startswith("--")]
@@ -155,7 +162,7 @@ def _shell(given: Given, by_table: bool = False) -> Job:
             values |= {name: int(text)} if text.isdigit() else {}
         job = files.job_of_values(command.program, values, given.gpus, first)
     elif by_table:
-        job = read_flags([first, *words], given.gpus, "sizes alone are read")
+        job = read_flags([first, *words], given.gpus, "only sizes are read")
     else:
         set_here = {name: " ".join(value) for name, value in command.variables.items() if name.startswith(_VARIABLES)}
         job = _megatron_in_shell(replace(given, environment=set_here), command, words)
@@ -163,7 +170,7 @@ def _shell(given: Given, by_table: bool = False) -> Job:
 
 
 def _set_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words without flags and changes whose value is a variable that is not set, and those."""
+    """The words whose variables are set, and the flags and changes whose value is a variable that is not set."""
     kept: list[str] = []
     left: list[str] = []
     begin = 0
@@ -188,10 +195,10 @@ def _megatron_in_shell(given: Given, command: shell.Command, words: list[str]) -
     each = shell.number_behind(command.launcher, "--nproc-per-node")
     processes = (nodes or 1) * (each or 0)
     if each is not None and processes != given.gpus and (nodes is not None or each > given.gpus):
-        text = f"the launcher starts {processes} processes, and --gpus is {given.gpus}"
+        text = f"the launcher starts {processes} processes, but --gpus is {given.gpus}"
         found.append(Finding("other-number-of-gpus", RISK, text, f"--gpus {processes}"))
     if place is not None or command.module:
         job = _script(replace(given, words=[str(place or script), *words], module=command.module))
     else:
-        job = read_flags([first, *words], given.gpus, f"{script} is not where {first} has it")
+        job = read_flags([first, *words], given.gpus, f"{first} names {script}, which does not exist")
     return replace(job, found=(*found, *job.found))

@@ -1,4 +1,4 @@
-"""Calls a recipe function, in a process of its own, and prints what it returns as JSON.
+"""Calls a recipe function in a process of its own, and prints the config that it returns as JSON.
 
 python -m megatron_pp.tools.check.jobs.recipe_process megatron.bridge.recipes.llama:llama3_8b_pretrain_config 64
 """
@@ -23,7 +23,7 @@ def main() -> None:
     module, _, name = sys.argv[1].partition(":")
     os.environ.update(WORLD_SIZE=sys.argv[2], RANK="0", LOCAL_RANK="0")
     answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the recipe prints is no answer
+    os.dup2(2, 1)  # so that lines which the recipe prints do not get into the answer
     gc.disable()
     warnings.simplefilter("ignore")
     json.dump(values_of(getattr(importlib.import_module(module), name)()), answer)
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def values_of(config: Any, depth: int = 0) -> Any:
-    """The fields of a config and of those inside it, as plain values."""
+    """The fields of a config, and of the configs in it, as plain values."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type) and depth < _DEEPEST:
         names = [field.name for field in dataclasses.fields(config)]
         return {name: values_of(getattr(config, name, None), depth + 1) for name in names}

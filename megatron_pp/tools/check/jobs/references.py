@@ -1,4 +1,4 @@
-"""Values of a YAML file that refer to other values of it, as OmegaConf writes them."""
+"""Resolves values of a YAML file that refer to other values of the file, as OmegaConf writes them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _CONSTANTS = {"null": None, "none": None, "": None, "true": True, "false": False
 
 
 def resolved(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The values, with ``${a.b}`` and ``${oc.select:a.b,default}`` replaced, and the keys whose value is a reference of
-    another kind, which is left out."""
+    """The values after ``${a.b}`` and ``${oc.select:a.b,default}`` are replaced, and the keys whose value is another
+    kind
+    of reference. These keys are left out of the values."""
     found: dict[str, Any] = {}
     left: list[str] = []
     for key, value in values.items():
@@ -42,6 +43,6 @@ def _meant(key: str, value: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _absolute(name: str, key: str) -> str:
-    """``.name`` is beside the key itself, ``..name`` one section above."""
+    """The full name of a relative one: ``.name`` is in the section of ``key``, ``..name`` in the section above."""
     dots = len(name) - len(name.lstrip("."))
     return ".".join([*key.split(".")[:-dots], name.lstrip(".")]) if dots else name

@@ -1,7 +1,7 @@
-"""The training command in a shell script, without running the script.
+"""Finds the training command in a shell script without running the script.
 
-Variables, arrays, and files that the script sources are read as a shell would; what a command prints, conditions and
-loops are not: both branches of an `if` count, the later one last. A variable that is not known is left as it is.
+Variables, arrays and sourced files are read as a shell would read them. Commands are not run, and conditions and loops
+are ignored: both branches of an `if` count, and the later branch wins. An unknown variable is left as it is written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _SWIFT = ("sft", "pt", "rlhf", "pretrain")
 
 @dataclass
 class Command:
-    """A training command: ``program`` of it, its script or module, the words behind that, and the variables that are
-    set for it."""
+    """A training command: its program, its script or module, the words after the script, whether ``script`` is a
+    module,
+    the variables that are set for it, and the words of the launcher before it."""
 
     program: str
     script: str
@@ -37,19 +38,19 @@ class Command:
 
 
 def read_shell(path: str) -> Command:
-    """Raises UnreadableError where the script has no training command that is known."""
+    """The training command of a shell script. If it has several, the longest. Raises UnreadableError if it has none."""
     variables: dict[str, list[str]] = {}
     commands = [found for words in _statements(Path(path), variables) if (found := _command(words))]
     if not commands:
         known = "a Python script with flags such as --num-layers 32, `megatron sft`, or `-m verl.trainer...`"
-        raise UnreadableError(f"{path} has no training command that is known: {known}")
+        raise UnreadableError(f"{path} has no training command that check knows: {known}")
     command = max(commands, key=lambda one: len(one.words))
     command.variables = {**variables, **command.variables}
     return command
 
 
 def _statements(path: Path, variables: dict[str, list[str]], depth: int = 0) -> Iterator[list[str]]:
-    """The words of each command, expanded."""
+    """The expanded words of each command."""
     tokens = _tokens(path)
     statement: list[str] = []
     at = 0
@@ -86,7 +87,7 @@ def _tokens(path: Path) -> list[str]:
 
 
 def _without_substitutions(text: str) -> str:
-    """What a command prints is a variable that is not known: ``$(...)``, with any quotes inside."""
+    """The text with each ``$(...)``, also with quotes in it, replaced by an unknown variable."""
     found, at = "", 0
     while (begin := text.find("$(", at)) >= 0:
         end, depth = begin + 2, 1
@@ -99,12 +100,12 @@ def _without_substitutions(text: str) -> str:
 
 
 def _apart(token: str) -> list[str]:
-    """Punctuation comes in runs, such as ``)\\n\\n``."""
+    """The single punctuation marks of a token: the lexer joins neighbours, such as ``)\\n\\n``."""
     return re.findall(r"&&|\|\||.|\n", token) if token and not token.strip("();&|\n") else [token]
 
 
 def _array(tokens: list[str], at: int) -> tuple[list[str], int]:
-    """The words up to the parenthesis that closes an array, and where it goes on."""
+    """The words of an array up to its closing parenthesis, and the position of the token after it."""
     words: list[str] = []
     depth = 1
     while at < len(tokens) and depth:
@@ -117,7 +118,7 @@ def _array(tokens: list[str], at: int) -> tuple[list[str], int]:
 
 
 def _without_assignments(statement: list[str], variables: dict[str, list[str]]) -> list[str]:
-    """The command's words, expanded; ``NAME=value`` before them sets variables."""
+    """The expanded words of the command. ``NAME=value`` in front of them sets variables."""
     words = list(statement)
     if words[:1] in (["export"], ["declare"], ["local"], ["readonly"]):
         words.pop(0)
@@ -129,7 +130,8 @@ def _without_assignments(statement: list[str], variables: dict[str, list[str]]) 
 
 
 def expanded(word: str, variables: dict[str, list[str]]) -> list[str]:
-    """The words that a word of the script stands for. One that is nothing but a variable may be several."""
+    """The words that the shell would make of a word of the script. A word that is only a variable may become
+    several."""
     whole = _USED.fullmatch(word)
     if whole is not None:
         name = whole[1] or whole[3]
@@ -146,7 +148,7 @@ def expanded(word: str, variables: dict[str, list[str]]) -> list[str]:
 
 
 def _sourced(path: Path, name: str, variables: dict[str, list[str]], depth: int) -> Iterator[list[str]]:
-    """Statements of a file beside this one, whatever variable its folder is in."""
+    """The statements of a sourced file. If its folder is a variable, the file is looked for beside this script."""
     relative = re.sub(r"\A\$\{?\w+\}?/|\A.*\$\(.*\)/", "", name)
     for place in (Path(name), path.parent / relative, path.parent / Path(relative).name):
         if place.is_file():
@@ -172,7 +174,7 @@ def _command(words: list[str]) -> Command | None:
 
 
 def number_behind(words: list[str], *names: str) -> int | None:
-    """The number behind one of a launcher's options."""
+    """The number that a launcher's command line gives one of these options; None if it does not."""
     for at, word in enumerate(words):
         name, equals, value = word.replace("_", "-").partition("=")
         text = value if equals else (words[at + 1] if at + 1 < len(words) else "")

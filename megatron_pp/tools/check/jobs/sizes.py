@@ -1,4 +1,4 @@
-"""What follows from settings where Megatron's own checks have not run: sizes that it computes, and its defaults."""
+"""Computes sizes and defaults as Megatron's own checks would, for settings on which these checks have not run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_pp.tools.parity.layout import stages_of
 
 
 def completed(given: Mapping[str, Any], gpus: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings: what was given, then ``defaults`` of the program, then those of Megatron's parser, and what
-    Megatron's `validate_args` computes from them. A size that cannot be computed is missing."""
+    """All settings: the given ones, then ``defaults`` of the program, then the defaults of Megatron's parser, and the
+    sizes that Megatron's `validate_args` computes from them. A size that cannot be computed is missing."""
     args = {**of_parser(), **defaults, **{name: value for name, value in given.items() if value is not None}}
     args["world_size"] = gpus
     parallel = [_size(args, f"{name}_parallel_size") for name in ("tensor_model", "pipeline_model", "context")]
@@ -57,7 +57,7 @@ def _fill(args: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _chunks(args: Mapping[str, Any], stages: int) -> int | None:
-    """As Megatron's `virtual_pipeline_model_parallel_size`: None for one chunk per rank."""
+    """Megatron's `virtual_pipeline_model_parallel_size`: None for one chunk per rank."""
     number = args.get("virtual_pipeline_model_parallel_size") or args.get("num_virtual_stages_per_pipeline_rank")
     layers, each = args.get("num_layers"), args.get("num_layers_per_virtual_pipeline_stage")
     layout = args.get("pipeline_model_parallel_layout")
@@ -75,11 +75,11 @@ def _chunks(args: Mapping[str, Any], stages: int) -> int | None:
 
 
 _GPT2, _WORDS = "GPT2BPETokenizer", {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-"""Tokenizers whose number of words is the same whatever files they read."""
+"""Tokenizers that always have the same number of words."""
 
 
 def vocabulary_of(args: Mapping[str, Any]) -> int:
-    """Words in the embedding, padded; 0 where the tokenizer's files would have to be read."""
+    """The padded number of words in the embedding; 0 if only the tokenizer's files have it."""
     if isinstance(args.get("padded_vocab_size"), int):
         return int(args["padded_vocab_size"])
     tokenizer = args.get("tokenizer_type") or (_GPT2 if args.get("merge_file") else None)

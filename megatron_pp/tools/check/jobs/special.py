@@ -1,4 +1,4 @@
-"""What takes more than one key of a program's file: sizes that it computes, and the model's own file of sizes."""
+"""Settings that follow from several keys of a program's file, or from the model's own file of sizes."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "torchtitan": {"bf16": True, "swiglu": True, "micro_batch_size": 1, "untie_embeddings_and_output_weights": True},
 }
-"""Program -> settings that it has without being told, where Megatron's parser has others."""
+"""Program -> its defaults that differ from those of Megatron's parser."""
 _FLAVORS = {
     "8B": {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8},
     "70B": {"num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_query_groups": 8},
     "405B": {"num_layers": 126, "hidden_size": 16384, "num_attention_heads": 128, "num_query_groups": 8},
 }
-"""Sizes of torchtitan's llama3, which are in its code and not in its files."""
+"""The sizes of torchtitan's llama3. They are in torchtitan's code, not in its files."""
 
 Prepared = tuple[dict[str, Any], list[Finding]]
 
 
 def prepared(program: str, values: Mapping[str, Any], gpus: int, folder: Path) -> Prepared:
-    """The values with what follows from several of them, and what was found on the way. ``folder``: of the file."""
+    """The values, completed by settings that follow from several of them, and findings. ``folder`` is the file's."""
     how: dict[str, Callable[[dict[str, Any], int, Path], Prepared]] = {
         "megatron-bridge": _bridge,
         "verl": _verl,
@@ -76,7 +76,7 @@ def prepared(program: str, values: Mapping[str, Any], gpus: int, folder: Path) -
 
 
 def _bridge(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
-    """Several sections have the same setting: the one that Megatron-Bridge takes in the end comes last."""
+    """If several sections have the same setting, the value that Megatron-Bridge uses comes last."""
     found = []
     lengths = [name for name in ("model.seq_length", "dataset.sequence_length", "dataset.seq_length") if name in values]
     if len({values[name] for name in lengths if values[name] is not None}) > 1:
@@ -84,7 +84,7 @@ def _bridge(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
         found.append(Finding("sequence-lengths-differ", ERROR, f"{text} differ", "one length for both", (*lengths,)))
     packed = values.get("dataset.packed_sequence_specs.packed_sequence_size")
     if isinstance(packed, int) and packed > 0:
-        values["dataset.packed_sequence_specs"] = True  # sequences in packs, which are Megatron's --sft
+        values["dataset.packed_sequence_specs"] = True  # packed sequences, as with Megatron's --sft
     order = {name: at for at, name in enumerate(("optimizer", "model", "mixed_precision", "ddp", "comm_overlap"))}
     keys = sorted(values, key=lambda key: order.get(key.partition(".")[0], len(order)))
     return {key: values[key] for key in keys}, found
@@ -95,7 +95,7 @@ def _verl(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     actor, megatron = "actor_rollout_ref.actor", "actor_rollout_ref.actor.megatron"
     strategy = values.get(f"{actor}.strategy")
     if strategy not in (None, "megatron", "???"):
-        text = f"{actor}.strategy is {strategy}: the actor is not trained by Megatron, and nothing here is about it"
+        text = f"{actor}.strategy is {strategy}: Megatron does not train the actor, so this answer does not apply to it"
         found.append(Finding("not-megatron", RISK, text, f"{actor}.strategy=megatron"))
     samples, batch = values.get("actor_rollout_ref.rollout.n"), values.get(f"{actor}.ppo_mini_batch_size")
     if isinstance(samples, int) and isinstance(batch, int):
@@ -131,15 +131,15 @@ def _torchtitan(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     flavor = values.get("model.flavor")
     sizes = _FLAVORS.get(str(flavor)) if values.get("model.name") == "llama3" else None
     if sizes is None:
-        text = f"the sizes of {values.get('model.name')} {flavor} are in torchtitan's code, and not known here"
+        text = f"the sizes of {values.get('model.name')} {flavor} are in torchtitan's code and not known here"
         found.append(Finding("sizes-not-known", NOTE, text))
     degrees = [values.get(f"parallelism.{name}_parallel_degree", 1) for name in ("pipeline", "tensor", "context")]
-    defaults = {"replicate": 1, "shard": -1}  # -1: the GPUs that are left
+    defaults = {"replicate": 1, "shard": -1}  # -1: all remaining GPUs
     shared = [values.get(f"parallelism.data_parallel_{name}_degree", one) for name, one in defaults.items()]
     if all(isinstance(one, int) for one in (*degrees, *shared)):
         known = degrees[0] * degrees[1] * degrees[2] * shared[0] * abs(shared[1])
         if gpus % known or (shared[1] > 0 and gpus != known):
-            text = f"the degrees of [parallelism] make {known} GPUs, and the job has {gpus}"
+            text = f"the degrees of [parallelism] need {known} GPUs, but the job has {gpus}"
             found.append(Finding("gpus-do-not-fit", ERROR, text, f"--gpus {known}"))
     local, replicas = values.get("training.local_batch_size"), gpus // max(1, degrees[0] * degrees[1] * degrees[2])
     if isinstance(local, int) and values.get("training.global_batch_size", -1) == -1:
@@ -154,12 +154,12 @@ def _other_gpus(values: Mapping[str, Any], names: tuple[str, str], gpus: int) ->
     said = counts[0] * counts[1]  # type: ignore[operator]
     if said == gpus:
         return []
-    text = f"{names[0]} {counts[0]} x {names[1]} {counts[1]} is {said} GPUs, and --gpus is {gpus}"
+    text = f"{names[0]} {counts[0]} x {names[1]} {counts[1]} is {said} GPUs, but --gpus is {gpus}"
     return [Finding("other-number-of-gpus", RISK, text, f"--gpus {said}", names)]
 
 
 def _sizes_of_model(path: Any, folder: Path) -> dict[str, Any]:
-    """Of a model of Hugging Face's that lies on this machine; nothing is downloaded."""
+    """The sizes of a Hugging Face model that is on this machine; {} if it is not. Nothing is downloaded."""
     if not isinstance(path, str):
         return {}
     for place in (Path(path).expanduser(), folder / path):

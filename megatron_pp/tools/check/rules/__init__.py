@@ -1,4 +1,4 @@
-"""What ends a job at its start or in its first step: one file for each subject, a table of rules in each."""
+"""Rules that find what would end a job at its start or in its first step. Each file has the rules of one subject."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from megatron_pp.tools.check.rules.rule import Rule
 from megatron_pp.tools.check.rules.sizes import SIZES
 
 RULES: tuple[Rule, ...] = (*PLACING, *BATCHES, *SIZES, *FEATURES)
-"""In the order of an answer."""
+"""All rules, in the order of an answer."""

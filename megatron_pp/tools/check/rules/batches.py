@@ -1,4 +1,4 @@
-"""Batches, microbatches, and what Megatron's schedules take of them."""
+"""Rules of batches and microbatches, and of the numbers that Megatron's schedules accept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _batch(job: Job) -> Iterator[tuple[str, str]]:
         return
     rounded = bool(job.get("decrease_batch_size_if_needed"))
     if rounded and batch > each:
-        return  # "layout" says it
+        return  # the section "layout" reports it
     schedule = "step_batch_size_schedule"
     named = schedule if job.get(schedule) else "global_batch_size"
     nearby = nearest(batch, each)
@@ -34,17 +34,17 @@ def _batch(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _rampup(job: Job) -> Iterator[tuple[str, str]]:
-    """Megatron's `RampupBatchsizeNumMicroBatchesCalculator`."""
+    """The conditions of Megatron's `RampupBatchsizeNumMicroBatchesCalculator`."""
     asked, named = job.get("rampup_batch_size"), job.spell("rampup_batch_size")
     if not asked:
         return
     numbers = isinstance(asked, (list, tuple)) and all(str(one).isdigit() for one in asked)
     if not numbers or len(asked) != 3:
-        yield f"{named} is {asked}; it has three numbers: the first batch, the increment, the samples of it", ""
+        yield f"{named} is {asked}; it must be three numbers: first batch size, increment, samples of the ramp-up", ""
         return
     first, more, batch = int(asked[0]), int(asked[1]), whole(job, "global_batch_size", 0)
     if batch and (first > batch or more < 1 or (batch - first) % more):
-        text = f"{named} begins with {first} and adds {more}, which never gives {job.spell('global_batch_size')} "
+        text = f"{named} begins with {first} and adds {more}, which never reaches {job.spell('global_batch_size')} "
         fits = f"{named} {first} {batch - first} {asked[2]}" if first < batch else ""
         yield text + f"{batch}", fits
         return
@@ -56,7 +56,8 @@ def _rampup(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _interleaved(job: Job) -> Iterator[tuple[str, str]]:
-    """What Megatron's interleaved schedule raises in the first step (`get_schedule_table`, `schedules.py`)."""
+    """The errors that Megatron's interleaved schedule raises in the first step (`get_schedule_table`,
+    `schedules.py`)."""
     size, chunks = pipeline_size(job), chunks_of(job)
     if size == 1 or chunks == 1 or job.on_engine:
         return
@@ -70,18 +71,18 @@ def _interleaved(job: Job) -> Iterator[tuple[str, str]]:
         most = f"at least the pipeline's {size} ranks and at most the {count} microbatches of a step"
         change = set_to(job, "microbatch_group_size_per_vp_stage", [size]) if size <= count else ""
         change = change or set_to(job, "global_batch_size", [size * whole(job, "global_batch_size") // count])
-        text = f"a chunk's group has {group} microbatches ({named}); Megatron's schedule takes {most}"
+        text = f"a chunk's group has {group} microbatches ({named}); Megatron's schedule needs {most}"
         yield text, change if group < size <= count else either(change, _ANY_COUNT)
     elif 0 < count % group < size:
-        text = f"a step has {count} microbatches in groups of {group}; the last group has {count % group}, and "
-        text += f"Megatron's schedule takes no fewer than the pipeline's {size} ranks there"
+        text = f"a step has {count} microbatches in groups of {group}; the last group has {count % group}, but "
+        text += f"Megatron's schedule needs at least {size}, the number of pipeline ranks"
         each, below = whole(job, "global_batch_size") // count, count // group * group
         batches = set_to(job, "global_batch_size", [below * each, (below + group) * each])
         yield text, either(batches, _ANY_COUNT)
 
 
 def _counts_of_engine(job: Job) -> Iterator[tuple[str, str]]:
-    """Under `install()` the same numbers are refused, unless a setting allows them."""
+    """The numbers that `install()` refuses, unless a setting allows them."""
     size, chunks = pipeline_size(job), chunks_of(job)
     if not job.on_engine or size == 1 or chunks == 1:
         return
@@ -89,7 +90,7 @@ def _counts_of_engine(job: Job) -> Iterator[tuple[str, str]]:
         group = whole(job, "microbatch_group_size_per_vp_stage", size)
         count = explain_microbatch_count(microbatches_of(job), size, chunks, group)
     except MegatronPPError:
-        return  # other sections say it
+        return  # other sections report it
     if not count.full_speed:
         text = f"{count.sentence}; install() refuses such a number unless any_microbatch_count is set"
         yield text, f"{_ANY_COUNT}, if it is not set yet"
@@ -106,12 +107,12 @@ def _two_ranks(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _transfers(job: Job) -> Iterator[tuple[str, str]]:
-    """What Megatron's configs and its interleaved schedule say of transfers."""
+    """The conditions of Megatron's configs and its interleaved schedule on settings of transfers."""
     overlapped, batched = bool(job.get("overlap_p2p_comm")), bool(job.get("batch_p2p_comm"))
     if chunks_of(job) > 1 and overlapped and batched:
         yield (
             f"{job.spell('overlap_p2p_comm')} and {job.spell('batch_p2p_comm')} are both on; Megatron's interleaved "
-            "schedule takes one of them",
+            "schedule accepts only one of them",
             f"{job.spell('batch_p2p_comm')} false",
         )
     flush = "overlap_p2p_comm_warmup_flush"

@@ -1,4 +1,4 @@
-"""What Megatron's features need of each other and of a pipeline."""
+"""Rules of Megatron's features: which of them need or exclude each other, or a pipeline."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def _recomputation(job: Job) -> Iterator[tuple[str, str]]:
     if how == "selective":
         of_full = [name for name in ("recompute_method", "recompute_num_layers") if job.get(name) is not None]
         for name in of_full:
-            yield f"{job.spell(name)} is for {job.spell('recompute_granularity')} full", without(job, name)
+            yield f"{job.spell(name)} needs {job.spell('recompute_granularity')} full", without(job, name)
 
 
 def _without_pipeline(job: Job) -> Iterator[tuple[str, str]]:
-    """What Megatron refuses beside a pipeline, and what it refuses without one."""
+    """The features that Megatron refuses in a pipeline, and those that it refuses without a pipeline."""
     for name, words in _WITHOUT_PIPELINE.items():
         if job.get(name) and pipeline_size(job) > 1:
             yield f"Megatron refuses {words} ({job.spell(name)}) in a pipeline", without(job, name)
@@ -45,13 +45,13 @@ def _without_pipeline(job: Job) -> Iterator[tuple[str, str]]:
 def _offloading(job: Job) -> Iterator[tuple[str, str]]:
     named, recomputed = job.spell("cpu_offloading"), "recompute_granularity"
     if job.get("cpu_offloading") and pipeline_size(job) > 1:
-        yield f"Megatron's {named} refuses a pipeline", without(job, "cpu_offloading")
+        yield f"Megatron refuses {named} in a pipeline", without(job, "cpu_offloading")
     if job.get("cpu_offloading") and job.get(recomputed):
-        yield f"Megatron refuses {named} beside recomputation", without(job, recomputed)
+        yield f"Megatron refuses {named} together with recomputation", without(job, recomputed)
 
 
 def _combined(job: Job) -> Iterator[tuple[str, str]]:
-    """Megatron's conditions of `overlap_moe_expert_parallel_comm` (`TransformerConfig`)."""
+    """Megatron's conditions for `overlap_moe_expert_parallel_comm` (`TransformerConfig`)."""
     named = job.spell(_COMBINED)
     if not job.get(_COMBINED):
         for name in _NEEDS_COMBINED:
@@ -80,7 +80,7 @@ def _combined_in_pipeline(job: Job, named: str) -> Iterator[tuple[str, str]]:
         change = set_to(job, "num_virtual_stages_per_pipeline_rank", [2])
         yield f"{named} needs virtual stages in a pipeline", change
     if whole(job, "mtp_num_layers", 0) > 1:
-        text = f"{named} takes one layer for multi-token prediction, and {job.spell('mtp_num_layers')} is "
+        text = f"{named} accepts one layer for multi-token prediction, but {job.spell('mtp_num_layers')} is "
         yield text + f"{whole(job, 'mtp_num_layers')}", set_to(job, "mtp_num_layers", [1])
     elif whole(job, "mtp_num_layers", 0) == 1 and pipeline_size(job) == 1:
         text = f"{named} with multi-token prediction needs a pipeline"
@@ -90,12 +90,12 @@ def _combined_in_pipeline(job: Job, named: str) -> Iterator[tuple[str, str]]:
 def _lengths(job: Job) -> Iterator[tuple[str, str]]:
     varying = job.get("variable_seq_lengths") and job.get("num_experts")
     if varying and job.get("moe_token_dispatcher_type", "allgather") == "allgather":
-        text = f"{job.spell('variable_seq_lengths')} needs another dispatcher of tokens than allgather"
+        text = f"{job.spell('variable_seq_lengths')} needs a token dispatcher other than allgather"
         yield text, f"{job.spell('moe_token_dispatcher_type')} alltoall"
 
 
 def _gathering(job: Job) -> Iterator[tuple[str, str]]:
-    """Overlapped gathers of parameters (`validate_args`)."""
+    """Megatron's conditions for overlapped gathers of parameters (`validate_args`)."""
     named = job.spell("overlap_param_gather")
     if not unchecked(job) or not job.get("overlap_param_gather"):
         return
@@ -110,7 +110,7 @@ def _gathering(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _instances(job: Job) -> Iterator[tuple[str, str]]:
-    """Parts of the data-parallel ranks that shard the optimizer on their own (`initialize_model_parallel`)."""
+    """The number of parts of the data-parallel ranks that each shard the optimizer (`initialize_model_parallel`)."""
     parts = whole(job, "num_distributed_optimizer_instances")
     ranks = whole(job, "data_parallel_size") * whole(job, "context_parallel_size")
     if ranks % parts:
@@ -120,11 +120,12 @@ def _instances(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _sequence_parallel(job: Job) -> Iterator[tuple[str, str]]:
-    """Megatron's script turns it off without tensor parallelism, and verl does; its config refuses it."""
+    """Sequence parallelism without tensor parallelism. Megatron's script and verl turn it off; Megatron's config, which
+    Megatron-Bridge makes, refuses it."""
     alone = job.get("sequence_parallel") and whole(job, "tensor_model_parallel_size") == 1
     if alone and job.framework == "megatron-bridge":
         named = job.spell("sequence_parallel")
-        text = f"{named} needs tensor parallelism, and {job.spell('tensor_model_parallel_size')} is 1"
+        text = f"{named} needs tensor parallelism, but {job.spell('tensor_model_parallel_size')} is 1"
         yield text, without(job, "sequence_parallel")
 
 

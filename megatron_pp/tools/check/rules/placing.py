@@ -1,4 +1,4 @@
-"""Layers, embedding, loss and multi-token prediction on the stages of a pipeline."""
+"""Rules of where layers, embedding, loss and multi-token prediction are in the pipeline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def _layers(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _with_other_ends(job: Job) -> str:
-    """Without a pipeline none, on two ranks sizes that add up; on more the ranks between them share what is left."""
+    """A change of the sizes of the first and last stage. Without a pipeline they are left out. On two ranks, if both
+    are
+    given, they must add up to all layers. Otherwise there is no change to suggest: other ranks share the rest."""
     given = [name for name in _ENDS if job.get(name)]
     if pipeline_size(job) == 1:
         return f"leave {' and '.join(map(job.spell, given))} out"
@@ -58,16 +60,16 @@ def _with_other_layers(job: Job, stages: int) -> str:
 
 
 def _letters(job: Job, stages: Sequence[Stage]) -> Iterator[tuple[str, str]]:
-    """A layout must have what the model has."""
+    """The layout must have the same layers as the model, and the embedding and the loss at its ends."""
     if not isinstance(job.get("pipeline_model_parallel_layout"), (str, list)):
         return
     spelled = job.spell("pipeline_model_parallel_layout")
     layers, mtp = sum(len(one.layers) for one in stages), sum(one.mtp for one in stages)
     if layers != whole(job, "num_layers", 0):
-        text = f"{spelled} has {layers} layers (t), {job.spell('num_layers')} is {whole(job, 'num_layers', 0)}"
+        text = f"{spelled} has {layers} layers (t), but {job.spell('num_layers')} is {whole(job, 'num_layers', 0)}"
         yield text, set_to(job, "num_layers", [layers])
     if mtp != whole(job, "mtp_num_layers", 0):
-        text = f"{spelled} has {mtp} layers for multi-token prediction (m), {job.spell('mtp_num_layers')} is "
+        text = f"{spelled} has {mtp} layers for multi-token prediction (m), but {job.spell('mtp_num_layers')} is "
         yield text + f"{whole(job, 'mtp_num_layers', 0)}", set_to(job, "mtp_num_layers", [mtp])
     if [one.embedding for one in stages] != [True] + [False] * (len(stages) - 1):
         yield f"{spelled} must have the embedding (E) in its first stage, and nowhere else", ""
@@ -77,40 +79,42 @@ def _letters(job: Job, stages: Sequence[Stage]) -> Iterator[tuple[str, str]]:
 
 
 def _prediction(job: Job, stages: Sequence[Stage]) -> Iterator[tuple[str, str]]:
-    """Where a layout may have multi-token prediction (`PipelineParallelLayerLayout.validate_layer_layout`)."""
+    """The stages on which Megatron accepts multi-token prediction
+    (`PipelineParallelLayerLayout.validate_layer_layout`)."""
     spelled = job.spell(_LAYOUT)
     holding = [number for number, stage in enumerate(stages) if stage.mtp]
     if not holding:
         return
     if len(holding) > 1:
         numbers = ", ".join(map(str, holding))
-        yield f"{spelled} has multi-token prediction (m) on stages {numbers}; Megatron takes one stage", ""
+        yield f"{spelled} has multi-token prediction (m) on stages {numbers}; Megatron accepts one stage", ""
     elif any(stage.layers for stage in stages[holding[0] + 1 :]):
-        yield f"{spelled} has layers (t) behind multi-token prediction (m); Megatron takes all layers in front", ""
+        yield f"{spelled} has layers (t) after multi-token prediction (m); Megatron needs all layers before it", ""
     elif stages[holding[0]].chunk != chunks_of(job) - 1:
         text = f"{spelled} has multi-token prediction (m) on stage {holding[0]}, which is chunk "
-        text += f"{stages[holding[0]].chunk} of its rank; Megatron takes a rank's last chunk"
+        text += f"{stages[holding[0]].chunk} of its rank; Megatron accepts only a rank's last chunk"
         yield text, f"m on one of the last {pipeline_size(job)} stages"
 
 
 def _one_way(job: Job) -> Iterator[tuple[str, str]]:
-    """Settings that each say how layers are placed. Some of such pairs are refused where layers are placed."""
+    """Pairs of settings that both say how layers are placed. ``_layers`` reports some other pairs, as `place_layers`
+    refuses them."""
     ways = [name for name in (_LAYOUT, _STAGE_LAYERS, _CHUNKS) if job.given.get(name)]
     if len(ways) > 1 and unchecked(job):
-        yield f"{' and '.join(map(job.spell, ways))} are set; Megatron takes one of them", without(job, ways[-1])
+        yield f"{' and '.join(map(job.spell, ways))} are set; Megatron accepts one of them", without(job, ways[-1])
     beside = [name for name in (*_ENDS, *_COUNTED) if job.get(name)]
     if job.get(_LAYOUT) and beside:
         spelled = " and ".join(map(job.spell, beside))
-        yield f"Megatron refuses {spelled} beside {job.spell(_LAYOUT)}", f"leave {spelled} out"
+        yield f"Megatron refuses {spelled} together with {job.spell(_LAYOUT)}", f"leave {spelled} out"
     ends = [name for name in _ENDS if job.get(name)]
     if unchecked(job) and ends and job.given.get(_STAGE_LAYERS) and not job.get(_LAYOUT):
-        text = f"{job.spell(_STAGE_LAYERS)} is for ranks with the same number of layers, and "
+        text = f"{job.spell(_STAGE_LAYERS)} needs ranks with the same number of layers, but "
         yield text + f"{job.spell(ends[0])} is set", set_to(job, _CHUNKS, [chunks_of(job)])
     pattern = [name for name in (_LAYOUT, _STAGE_LAYERS, _CHUNKS, *_COUNTED) if job.given.get(name)]
     if job.get(_HYBRID) and pattern:
         spelled = " and ".join(map(job.spell, pattern))
         yield (
-            f"Megatron refuses {spelled} beside {job.spell(_HYBRID)}, whose | divide the stages",
+            f"Megatron refuses {spelled} together with {job.spell(_HYBRID)}: its | separate the stages",
             (f"leave {spelled} out"),
         )
 
@@ -119,7 +123,7 @@ def _chunks_without_pipeline(job: Job) -> Iterator[tuple[str, str]]:
     if pipeline_size(job) == 1 and chunks_of(job) > 1:
         asked = [name for name in (_LAYOUT, _STAGE_LAYERS, _CHUNKS) if job.get(name)]
         named = asked[0] if asked else "virtual_pipeline_model_parallel_size"
-        text = f"{job.spell(named)} asks for {chunks_of(job)} chunks a rank, and there is one pipeline rank; "
+        text = f"{job.spell(named)} gives {chunks_of(job)} chunks a rank, but there is one pipeline rank; "
         yield text + "Megatron refuses chunks without a pipeline", without(job, named)
 
 

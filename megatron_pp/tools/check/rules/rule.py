@@ -1,4 +1,4 @@
-"""A rule of a job, and what rules are written with."""
+"""The class of rules, and functions that rules use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _MEGATRON_ARGUMENTS = ("megatron", "slime", "ms-swift")
 
 @dataclass(frozen=True)
 class Rule:
-    """``broken(job)``: what is wrong and what would be right, or nothing. Its settings are those that it reads."""
+    """A rule that a job's settings must keep. ``broken(job)`` yields (the fault, a right value) for each fault that it
+    finds. ``settings`` are the settings that it reads."""
 
     name: str
     settings: tuple[str, ...]
@@ -23,13 +24,14 @@ class Rule:
 
 
 def unchecked(job: Job) -> bool:
-    """Whether the program passes its settings through Megatron's `validate_args`, and nobody has done so here. Other
+    """Whether the program checks its settings by Megatron's `validate_args`, but this has not been done here. Other
     programs make Megatron's configs themselves."""
     return job.framework in _MEGATRON_ARGUMENTS and not job.validated
 
 
 def whole(job: Job, name: str, default: int = 1) -> int:
-    """A setting; ``default`` for what is no whole number, and for a size below 1, which a rule of its own refuses."""
+    """The value of a setting. It is ``default`` if the value is not a whole number, or is a size below 1, which another
+    rule reports."""
     value = job.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or (default and value < 1):
         return default
@@ -37,14 +39,14 @@ def whole(job: Job, name: str, default: int = 1) -> int:
 
 
 def nearest(value: int, factor: int) -> str:
-    """Multiples of ``factor`` beside ``value``: "60 or 64"."""
+    """The multiples of ``factor`` next to ``value``, as text: "60 or 64"."""
     below = value // factor * factor
     found = [number for number in (below, below + factor) if number > 0 and number != value]
     return " or ".join(map(str, found))
 
 
 def divisors_near(whole: int, value: int) -> list[int]:
-    """Numbers that divide ``whole``: the largest below ``value`` and the smallest above it."""
+    """The divisors of ``whole`` next to ``value``: the largest below it and the smallest above it."""
     below = next((one for one in range(min(value - 1, whole), 0, -1) if whole % one == 0), None)
     above = next((one for one in range(value + 1, whole + 1) if whole % one == 0), None)
     return [one for one in (below, above) if one is not None]

@@ -1,4 +1,4 @@
-"""Sizes of the model that its tensor, context and expert parallelism divide."""
+"""Rules of model sizes that tensor, context and expert parallelism divide."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _heads(job: Job) -> Iterator[tuple[str, str]]:
 def _groups(job: Job) -> Iterator[tuple[str, str]]:
     tensor, groups = whole(job, "tensor_model_parallel_size"), whole(job, "num_query_groups", 0)
     if job.get("group_query_attention") and groups and groups % tensor and tensor % groups:
-        text = f"{job.spell('num_query_groups')} {groups} is no multiple and no divisor of "
+        text = f"{job.spell('num_query_groups')} {groups} is neither a multiple nor a divisor of "
         text += f"{job.spell('tensor_model_parallel_size')} {tensor}"
         yield text, set_to(job, "tensor_model_parallel_size", divisors_near(groups, tensor))
 
@@ -55,7 +55,7 @@ def _vocabulary(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _sequence(job: Job) -> Iterator[tuple[str, str]]:
-    """A rank of context parallelism has two pieces of a sequence; sequence parallelism divides them again."""
+    """The sequence length. A context-parallel rank has two pieces of a sequence; sequence parallelism divides them."""
     length, context = whole(job, "seq_length", 0), whole(job, "context_parallel_size")
     tensor = whole(job, "tensor_model_parallel_size") if job.get("sequence_parallel") else 1
     split = math.lcm(2 * context if context > 1 else 1, context * tensor)
@@ -76,7 +76,8 @@ def _positions(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _heads_of_context(job: Job) -> Iterator[tuple[str, str]]:
-    """All-to-all context parallelism gives each rank a part of the heads (Transformer Engine, in the first step)."""
+    """The number of heads: all-to-all context parallelism gives each rank a part of them. Transformer Engine raises in
+    the first step if they cannot be divided."""
     kinds = job.get("cp_comm_type", [])
     context, tensor = whole(job, "context_parallel_size"), whole(job, "tensor_model_parallel_size")
     if context == 1 or "a2a" not in ([kinds] if isinstance(kinds, str) else kinds):
@@ -107,7 +108,7 @@ def _experts(job: Job) -> Iterator[tuple[str, str]]:
     if not experts:
         if ranks > 1:
             named = job.spell("expert_model_parallel_size")
-            yield f"{named} is {ranks}, and the model has no experts", f"leave {named} out"
+            yield f"{named} is {ranks}, but the model has no experts", f"leave {named} out"
         return
     if experts % ranks:
         yield (
@@ -134,7 +135,7 @@ def _expert_ranks(job: Job) -> Iterator[tuple[str, str]]:
 def _experts_with_tensors(job: Job) -> Iterator[tuple[str, str]]:
     tensor = whole(job, "tensor_model_parallel_size")
     if whole(job, "num_experts", 0) and tensor > 1 and not job.get("sequence_parallel"):
-        yield "experts beside tensor parallelism need sequence parallelism", job.spell("sequence_parallel")
+        yield "experts together with tensor parallelism need sequence parallelism", job.spell("sequence_parallel")
 
 
 def _routed(job: Job) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Memory, time and hangs of jobs: numbers that can be worked out by hand, and what is found."""
+"""The sections "memory", "time" and "hangs": their numbers equal numbers calculated by hand, and their findings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_layers_are_on_the_stages_of_the_layout() -> None:
 
 
 def test_parameters_are_those_of_the_model() -> None:
-    """8.03e9 parameters in 2 bytes, with fp32 gradients, and 12 bytes over two replicas."""
+    """There are 8.03e9 parameters of 2 bytes, their fp32 gradients, and 12 bytes each, divided by two replicas."""
     ranks = memory.memory_of(job(), H100, priced(job(), H100))
     assert sum(one.parameters for one in ranks) == pytest.approx(16.06, rel=0.01)
     assert sum(one.gradients for one in ranks) == pytest.approx(32.1, rel=0.01)
@@ -85,7 +85,7 @@ def test_recomputed_layers_may_be_a_number() -> None:
 def test_what_torch_does_not_allocate_has_a_range() -> None:
     found = memory.section(job(), H100)
     (line,) = (one for one in found.lines if "NCCL and CUDA take" in one)
-    assert line.endswith("take 0.96 GB over NVLink by an estimate, or up to 1.5 GB, as measured over sockets")
+    assert line.endswith("take an estimated 0.96 GB over NVLink; over sockets, up to 1.5 GB were measured")
 
 
 def test_a_job_that_does_not_fit_is_told_what_to_change_first() -> None:
@@ -108,7 +108,7 @@ def test_sizes_that_are_missing_are_named() -> None:
 
 
 def test_a_long_step_is_estimated_from_shorter_ones() -> None:
-    whole = step_time.timed(job(global_batch_size=32), H100)  # as it is: 16 microbatches are the longer pilot
+    whole = step_time.timed(job(global_batch_size=32), H100)  # not extrapolated: the longer pilot has 16 microbatches
     longer = step_time.timed(job(global_batch_size=128), H100)
     exact = step_time._simulated(priced(job(global_batch_size=128), H100), H100)
     assert longer.step == pytest.approx(exact.step, rel=0.01)
@@ -117,7 +117,7 @@ def test_a_long_step_is_estimated_from_shorter_ones() -> None:
 
 
 def test_the_bubble_is_that_of_the_schedule() -> None:
-    """(P - 1) / (M + P - 1) of equal stages; embedding and loss make them unequal."""
+    """With equal stages it is (P - 1) / (M + P - 1); embedding and loss make the stages unequal."""
     even = job(padded_vocab_size=0, global_batch_size=32)
     assert step_time.timed(even, GPUS["h100"]._replace(network=1e15)).bubble == pytest.approx(3 / 19, abs=0.01)
 
@@ -148,7 +148,7 @@ def test_a_plan_is_verified_under_the_rules_of_the_device() -> None:
     assert "see Start" in hangs.section(job(global_batch_size=31)).lines[0]
 
 
-SERVED = "install() runs every step: no setting leaves one to Megatron's own schedule."
+SERVED = "install() runs every step: none of the settings needs Megatron's own schedule."
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ SERVED = "install() runs every step: no setting leaves one to Megatron's own sch
     ],
 )
 def test_what_install_leaves_to_megatrons_own_schedule_is_named(settings: dict[str, Any], reason: str | None) -> None:
-    """By the function that `install()` asks for each step, with a model that has these settings."""
+    """The answer uses the function by which `install()` decides in each step, on the job's settings."""
     found = hangs.section(job(**settings))
     model = SimpleNamespace(
         config=SimpleNamespace(**{"pipeline_model_parallel_size": 4, **settings}),
@@ -202,7 +202,7 @@ def test_a_plan_that_cannot_be_made_is_an_error() -> None:
 
 def test_a_pipeline_larger_than_any_model_is_not_looked_at() -> None:
     huge = job(pipeline_model_parallel_size=10**6)
-    assert "at most 2048 are looked at" in memory.section(huge, H100).lines[0]
+    assert "check takes at most 2048" in memory.section(huge, H100).lines[0]
     assert [one.name for one in hangs.section(huge).findings] == ["plan-refused"]
 
 
@@ -220,7 +220,7 @@ def test_a_job_that_does_not_say_its_batch_is_told_so() -> None:
 
 
 def test_a_vocabulary_that_is_not_known_is_said() -> None:
-    """Embedding and output layer would be missing without a word."""
+    """Otherwise the embedding and the output layer would be missing silently."""
     words = {"vocab_size": None, "padded_vocab_size": None}
     for found in (memory.section(job(**words), H100), step_time.section(job(**words), H100)):
         assert any("--vocab-size is not known" in line for line in found.lines)
@@ -249,11 +249,11 @@ def test_settings_that_take_long_to_look_at_are_named_as_such() -> None:
     long = job(num_layers=128, pipeline_model_parallel_size=64, data_parallel_size=1, global_batch_size=512)
     found = step_time.section(replace(long, gpus=64), H100)
     assert "overlapped transfers" in found.data["not_tried"]  # type: ignore[index]
-    assert any(line.startswith("not looked at, as it takes long: ") for line in found.lines)
+    assert any(line.startswith("not simulated, because it takes long: ") for line in found.lines)
 
 
 def test_no_setting_is_recommended_that_megatron_refuses() -> None:
-    """Its interleaved schedule takes no last group of fewer microbatches than ranks: 18 are 4 groups of 4 and 2."""
+    """Its interleaved schedule refuses a last group with fewer microbatches than ranks: 18 are 4 groups of 4, and 2."""
     found = step_time.section(job(global_batch_size=36), H100)
     assert not any("chunks" in name for name in found.data["tried"])  # type: ignore[index]
     assert any("chunks" in name for name in step_time.section(job(), H100).data["tried"])  # type: ignore[index]
@@ -268,7 +268,7 @@ def test_chunks_are_asked_for_instead_of_the_layers_of_each() -> None:
 
 
 def test_the_layer_that_makes_a_rank_slow_is_the_one_that_others_lack() -> None:
-    """Not its dearest layer, which all ranks have."""
+    """It is not the most expensive layer if all ranks have it."""
     long = job(num_layers=128, hidden_size=8192, pipeline_model_parallel_size=64, tensor_model_parallel_size=8,
                data_parallel_size=1, num_attention_heads=64, global_batch_size=256)  # fmt: skip
     lines = step_time.section(replace(long, gpus=512), H100).lines
@@ -286,7 +286,8 @@ def test_a_long_pipeline_is_estimated_from_shorter_steps() -> None:
     [{"cuda_graph_impl": "transformer_engine"}, {"delay_wgrad_compute": True}, {"enable_cuda_graph": True}],
 )
 def test_no_schedule_is_recommended_that_this_engine_refuses(feature: dict[str, Any]) -> None:
-    """Graphs, and what pairs forwards with backwards, keep Megatron's order: `install()` refuses zero bubble there."""
+    """CUDA graphs and features that pair forwards with backwards need Megatron's order; `install()` then refuses zero
+    bubble."""
     assert "zero bubble, zb_h1" in step_time.section(job(), H100).data["tried"]  # type: ignore[index]
     assert "zero bubble, zb_h1" not in step_time.section(job(**feature), H100).data["tried"]  # type: ignore[index]
 
@@ -314,5 +315,5 @@ def test_a_program_without_megatrons_flags_is_told_none_of_them() -> None:
 @pytest.mark.parametrize(("framework", "args"), [("torchtitan", {}), ("megatron", {"use_megatron_fsdp": True})])
 def test_sharded_parameters_are_said_not_to_be_counted(framework: str, args: dict[str, Any]) -> None:
     lines = memory.section(replace(job(**args), framework=framework), H100).lines
-    assert any(line.startswith("too high where FSDP") for line in lines)
+    assert any(line.startswith("too high: the estimate ignores that FSDP") for line in lines)
     assert not any("FSDP" in line for line in memory.section(job(), H100).lines)

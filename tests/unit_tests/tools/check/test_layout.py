@@ -143,6 +143,6 @@ def test_uneven_ranks_in_the_middle_are_named() -> None:
 
 
 def test_a_schedule_of_batches_begins_with_its_first() -> None:
-    """Megatron's --global-batch-size has its default then."""
+    """--global-batch-size has its default in such a job."""
     assert microbatches_of(job(global_batch_size=1, step_batch_size_schedule="0:384 200B:768 400B:1152")) == 384
     assert microbatches_of(job(step_batch_size_schedule=None)) == 8

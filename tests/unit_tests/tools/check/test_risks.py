@@ -1,4 +1,4 @@
-"""The file of known faults, and which jobs meet them."""
+"""The file of known faults, and the jobs that have them."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_an_ordinary_job_meets_none() -> None:
     plain = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2, "context_parallel_size": 2}
     answer = section(a_job(plain))
     assert answer.findings == ()
-    assert answer.lines == ("this job meets none of the known faults of Megatron-core 0.19.2",)
+    assert answer.lines == ("this job has none of the known faults of Megatron-core 0.19.2",)
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
@@ -166,7 +166,7 @@ def test_rows_are_well_formed(fault: KnownFault) -> None:
 
 @pytest.mark.parametrize("fault", [one for one in FAULTS.values() if one.shown], ids=lambda one: one.name)
 def test_what_shows_a_fault_is_there(fault: KnownFault) -> None:
-    """A test by its name, or a row of a recorded table that has the fault."""
+    """``shown`` names a test that exists, or a row of a recorded table that has the fault."""
     file, test, function = fault.shown.partition("::")
     if test:
         assert f"def {function}(" in (PROJECT_ROOT / file).read_text(encoding="utf-8")
@@ -185,7 +185,7 @@ def test_names_are_unique_and_all_have_a_near_job() -> None:
 
 @pytest.mark.parametrize("text", ["num_layers", "num_layers = 2", "a and b", "num_layers is even", "x == 1 or", ""])
 def test_a_term_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no term; one looks like"):
+    with pytest.raises(ValueError, match="is not a term; terms are"):
         terms_of(text)
 
 
@@ -217,7 +217,7 @@ def test_a_release_that_was_not_looked_at_has_risks_only() -> None:
     job = a_job({**TWO, "overlap_p2p_comm": False}, "0.31.0")
     (finding,) = section(job).findings
     assert finding.level == RISK
-    assert "0.31.0 was not looked at" in finding.text
+    assert "0.31.0 was not examined" in finding.text
     assert section(a_job(job.given, "0.19.2")).findings[0].level == ERROR
     assert section(a_job(job.given, "")).findings[0].level == ERROR
 
@@ -246,7 +246,7 @@ def test_local_layers_do_not_sum_the_rotary_key_under_sequence_parallelism_eithe
 
 def test_the_engine_is_a_way_out_where_it_has_no_such_fault() -> None:
     batched = section(a_job({**TWO, "overlap_p2p_comm": False})).findings[0]
-    assert batched.change.endswith("or megatron-pp run, whose steps do not have this fault")
+    assert batched.change.endswith("or megatron-pp run: its steps do not have this fault")
     latent = section(a_job(LATENT)).findings[0]
     assert "megatron-pp run" not in latent.change
     assert {batched.level, latent.level} == {ERROR}

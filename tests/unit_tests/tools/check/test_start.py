@@ -1,5 +1,5 @@
-"""What would end a job at its start: each rule on a job that breaks it and on one beside it, all rules at once, and
-Megatron's refusals with the value that a rule knows."""
+"""The section "start": each rule on a job that breaks it and on a job that keeps it, all rules at once, and Megatron's
+refusals with the right value that a rule knows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def job(
 
 ANY_COUNT = "install(any_microbatch_count=True), or megatron-pp run --any-microbatch-count"
 BROKEN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    # rule, a job that breaks it, one that does not, what would be right
+    # rule, a job that breaks it, a job that keeps it, the suggested change
     ("sizes-below-one", {"context_parallel_size": 0}, {"context_parallel_size": 1}, ""),
     ("sizes-below-one", {"micro_batch_size": -1}, {}, ""),
     ("gpus-of-the-layout", {"gpus": 12}, {"gpus": 24}, "8 or 16 GPUs"),
@@ -384,7 +384,7 @@ def test_a_job_is_told_in_its_own_words() -> None:
 
 
 def test_a_job_on_this_engine_meets_its_refusals_and_not_those_of_megatrons_schedules() -> None:
-    """`install()` refuses the number of microbatches too, unless any_microbatch_count is set."""
+    """`install()` also refuses the number of microbatches, unless any_microbatch_count is set."""
     odd = {"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 20}
     assert [one.name for one in section(job(**odd)).findings] == ["microbatches-of-the-last-group"]
     (found,) = section(Job("megatron", 16, odd, {**RIGHT, **odd}, on_engine=True)).findings

@@ -1,7 +1,7 @@
-"""Configurations that broke in public threads, rebuilt from what the threads say: check must name what broke them.
+"""Configurations that public threads report as broken, rebuilt from the threads. `check` must find their fault.
 
-A thread's numbers are kept where it has them; what it leaves out is as small as it can be. What check cannot name is in
-``NOT_NAMED``, with the reason.
+If a thread gives a number, the test has the same number; other sizes are as small as possible. ``NOT_NAMED`` lists the
+faults that `check` cannot find, with the reason.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ EIGHT = EIGHT.replace("[decoder, decoder, decoder, decoder, decoder, decoder], "
 
 @dataclass(frozen=True)
 class Broken:
-    """``given``: flags of Megatron's, or a file named ``file``. Check must have ``finding`` in ``section`` with
-    ``level``, and ``words`` in its text; with the first text of ``mend`` replaced by the second it must not."""
+    """A broken configuration. ``given`` has Megatron's flags, or the text of a file named ``file``.
+
+    `check` must have ``finding`` in ``section``, with ``level`` and with ``words`` in its text. After the first text of
+    ``mend`` is replaced by the second, it must not have it.
+    """
 
     thread: str
     what: str
@@ -108,7 +111,7 @@ NAMED = [
         f"{BRIDGE}pull/5578",
         "a layout of 8 stages silently gives 4 ranks two chunks each",
         bridge(f"num_layers: 38, pipeline_model_parallel_layout: {EIGHT}, {PARALLEL.format(1, 4)}"),
-        *("layout", "chunks-by-a-layout", "has 8 stages, and so the 4 pipeline ranks have 2 chunks"),
+        *("layout", "chunks-by-a-layout", "has 8 stages, so each of the 4 pipeline ranks has 2 chunks"),
         mend=(" pipeline_model_parallel_size: 4", " pipeline_model_parallel_size: 8"),
         level=RISK,
         file="glm_45v.yaml",
@@ -126,7 +129,7 @@ NAMED = [
         f"{BRIDGE}pull/5578",
         "a layout lacks one of the model's layers",
         bridge(f"num_layers: 39, pipeline_model_parallel_layout: {EIGHT}, {PARALLEL.format(1, 8)}"),
-        *("start", LAYERS, "has 38 layers (t), model.num_layers is 39"),
+        *("start", LAYERS, "has 38 layers (t), but model.num_layers is 39"),
         mend=("num_layers: 39", "num_layers: 38"),
         file="glm_45v.yaml",
     ),
@@ -145,7 +148,7 @@ NAMED = [
         f"{BRIDGE}pull/5640",
         "a layout of 16 stages silently gives 4 ranks four chunks each",
         bridge(f"{STAGES_OF_KIMI}, {PARALLEL.format(2, 4)}"),
-        *("layout", "chunks-by-a-layout", "4 pipeline ranks have 4 chunks"),
+        *("layout", "chunks-by-a-layout", "4 pipeline ranks has 4 chunks"),
         mend=(" pipeline_model_parallel_size: 4", " pipeline_model_parallel_size: 16"),
         gpus=128,
         level=RISK,
@@ -358,7 +361,7 @@ NAMED = [
         "sizes of two stages that leave 24 of 48 layers out",
         FLAGS + "--num-layers 48 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 11 "
         "--decoder-last-pipeline-num-layers 13 --micro-batch-size 1 --global-batch-size 8",
-        *("risks", "layers-without-a-stage", "builds a model without them"),
+        *("risks", "layers-without-a-stage", "builds a model without these layers"),
         mend=("num-layers 13", "num-layers 37"),
         release="0.15.3",
     ),
@@ -493,7 +496,7 @@ NOT_NAMED = {
     "https://github.com/pytorch/torchtitan/issues/775": "fewer microbatches than ranks under torch's own 1F1B, which "
     "is an error of torch's today; torch's schedules are not checked",
 }
-"""Thread -> why check says nothing of it."""
+"""Thread -> the reason why `check` cannot find its fault."""
 
 
 @pytest.mark.parametrize("broken", NAMED, ids=lambda one: one.name)

@@ -21,12 +21,12 @@ from tests.unit_tests.tools.cli.conftest import assert_refused
         ("--gpus 8 --junit no/folder/check.xml job.yaml", "no/folder/check.xml: cannot be written"),
         (
             "--gpus 8 nothing.py",
-            "nothing.py does not exist; check takes a script with its flags, or a file",
+            "nothing.py does not exist; check reads a script with its flags, or a file",
         ),
         ("--gpus 8 nothing.yaml", "nothing.yaml: cannot be read (No such file or directory)"),
         ("--gpus 8 nothing.sh", "nothing.sh: cannot be read (No such file or directory)"),
         ("--gpus 8 .", ". is a folder, not a script"),
-        ("--gpus 8 -m no.such.module", "there is no module 'no.such.module'; -m takes the name of one"),
+        ("--gpus 8 -m no.such.module", "there is no module 'no.such.module'; -m needs the name of a module"),
         ("--gpus 8 no_such_module:recipe", "no_such_module:recipe cannot be called: ModuleNotFoundError"),
     ],
 )
@@ -45,7 +45,7 @@ def test_a_recipe_function_is_called(command, tmp_path, monkeypatch):
     code, said, _ = command("check --gpus 8 my_recipes:pretrain model.num_layers=16")
     assert code == 3
     assert said.startswith("my_recipes:pretrain: megatron-bridge on 8 GPUs")
-    assert "not understood and not read: model.odd" in said
+    assert "not known and were not read: model.odd" in said
 
 
 def test_help_groups_the_commands(command):

@@ -1,4 +1,4 @@
-"""Jobs in files, in the shapes that their programs write."""
+"""Jobs in files of each program."""
 
 from __future__ import annotations
 
@@ -139,14 +139,14 @@ def test_megatron_bridge(tmp_path: Path) -> None:
     assert job.args["virtual_pipeline_model_parallel_size"] is None
     assert job.spell("num_experts") == "model.num_moe_experts"
     assert job.unknown == ("model.made_up_by_a_test",)
-    assert "1 keys are not understood and not read: model.made_up_by_a_test" in texts(job)
+    assert "1 keys are not known and were not read: model.made_up_by_a_test" in texts(job)
 
 
 def test_changes_are_read_as_hydra_has_them(tmp_path: Path) -> None:
     changes = ("model.pipeline_model_parallel_size=8", "+model.virtual_pipeline_model_parallel_size=2", "~ddp.bucket")
     job = read(tmp_path, "bridge.yaml", BRIDGE, *changes)
     assert (job.args["pipeline_model_parallel_size"], job.args["virtual_pipeline_model_parallel_size"]) == (8, 2)
-    with pytest.raises(UnreadableError, match=r"'--seq-length' behind .* is no change of it; one looks like"):
+    with pytest.raises(UnreadableError, match=r"'--seq-length' after .* is not a change of it; write changes as"):
         read(tmp_path, "bridge.yaml", BRIDGE, "--seq-length", "3")
 
 
@@ -174,7 +174,7 @@ def test_verl(tmp_path: Path) -> None:
 
 def test_another_number_of_gpus_is_a_risk(tmp_path: Path) -> None:
     found = read(tmp_path, "verl.yaml", VERL, gpus=8).found
-    assert any(one.name == "other-number-of-gpus" and "is 16 GPUs, and --gpus is 8" in one.text for one in found)
+    assert any(one.name == "other-number-of-gpus" and "is 16 GPUs, but --gpus is 8" in one.text for one in found)
 
 
 def test_ms_swift(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_torchtitan(tmp_path: Path) -> None:
     assert (job.args["micro_batch_size"], job.args["global_batch_size"]) == (1, 16)
     assert job.args["pipeline_schedule"] == "Interleaved1F1B"
     assert job.unknown == ("parallelism.pipeline_parallel_made_up",)
-    assert "make 8 GPUs, and the job has 12" in texts(read(tmp_path, "llama.toml", TITAN, gpus=12))
+    assert "need 8 GPUs, but the job has 12" in texts(read(tmp_path, "llama.toml", TITAN, gpus=12))
     unsaid = TITAN.replace("data_parallel_shard_degree = -1\n", "")  # -1 is torchtitan's default
     assert unsaid != TITAN
     assert "GPUs" not in texts(read(tmp_path, "llama.toml", unsaid, gpus=16))
@@ -234,14 +234,18 @@ def test_a_functional_test_of_megatrons(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("tab.yaml", "model:\n\tnum_layers: 3\n", r"tab.yaml, line 2, column 1: this is no YAML"),
+        ("tab.yaml", "model:\n\tnum_layers: 3\n", r"tab.yaml, line 2, column 1: this is not YAML"),
         ("deep.yaml", "[" * 5000, "nested too deeply"),
         ("empty.yaml", "", "is empty; a file of settings has lines such as"),
         ("comment.yaml", "# nothing\n", "is empty"),
-        ("list.yaml", "- 1\n- 2\n", "holds a list, not settings with names"),
-        ("other.yaml", "services: {web: 1}\n", "has services at its top: it is not Megatron's, Megatron-Bridge's"),
-        ("bad.toml", "[parallelism\n", "this is no TOML"),
-        ("args.yaml", "MODEL_ARGS: 3\n", "MODEL_ARGS has no flags; they look like --num-layers: 32"),
+        ("list.yaml", "- 1\n- 2\n", "contains a list, not settings with names"),
+        (
+            "other.yaml",
+            "services: {web: 1}\n",
+            "has services as top-level keys, which no known program has. Possible: YAML of Megatron,",
+        ),
+        ("bad.toml", "[parallelism\n", "this is not TOML"),
+        ("args.yaml", "MODEL_ARGS: 3\n", "MODEL_ARGS has no flags; a flag looks like --num-layers: 32"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, text: str, words: str) -> None:
@@ -276,7 +280,7 @@ def test_values_of_the_wrong_kind_are_errors(tmp_path: Path, change: str, words:
 
 
 def test_sizes_of_a_file_for_advise(tmp_path: Path) -> None:
-    """Names as flags or as settings, at any depth; a switch that is off is not there."""
+    """Names are written as flags or settings, at any depth. A switch that is off is left out."""
     (tmp_path / "args.yaml").write_text(
         "ARGS:\n  num_layers: 30  # all\n  hidden-size: 2048\n  --seq-length: '4096'\n  bf16: true\n"
         "  swiglu: false\n  num_experts: null\n"

@@ -1,4 +1,4 @@
-"""What the answer of Megatron's parser and checks becomes."""
+"""The findings that are made of the answer of Megatron's parser and checks."""
 
 from __future__ import annotations
 

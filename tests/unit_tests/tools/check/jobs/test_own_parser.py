@@ -1,4 +1,4 @@
-"""A script whose flags a parser of its own reads."""
+"""A script that reads its flags with its own parser."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ parser.add_argument("--mine")
 
 
 def test_its_flags_are_read_by_the_table_and_its_own_are_known(tmp_path: Path) -> None:
-    """Megatron's parser would refuse what this one does not ask for."""
+    """Megatron's parser would refuse a command line without flags that this script does not need."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     job = read_script([str(script), "--num-layers", "4", "--mine", "3", "--numm-layers", "2"], 8)
     assert (job.given, job.validated) == ({"num_layers": 4}, False)
     assert job.unknown == ("--numm-layers",)
-    assert job.found[0].text.startswith(f"{script} has a parser of its own; the flags are read by a table")
+    assert job.found[0].text.startswith(f"{script} has its own parser; a table of Megatron's flags was used")

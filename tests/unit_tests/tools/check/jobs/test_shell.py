@@ -1,4 +1,4 @@
-"""The training command of a shell script, which is read and never run."""
+"""The training command of a shell script. The script is read, never run."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_ms_swift(tmp_path: Path) -> None:
     assert (job.framework, job.args["seq_length"], job.given["sequence_parallel"]) == ("ms-swift", 8192, True)
     assert job.unknown == ()
     assert any(
-        "NPROC_PER_NODE 8 is 8 GPUs, and --gpus is 16" in one.text for one in read(tmp_path, SWIFT, gpus=16).found
+        "NPROC_PER_NODE 8 is 8 GPUs, but --gpus is 16" in one.text for one in read(tmp_path, SWIFT, gpus=16).found
     )
 
 
@@ -115,14 +115,14 @@ def test_verl(tmp_path: Path) -> None:
 
 
 def test_a_megatron_script(tmp_path: Path) -> None:
-    """That is not there: its flags are read by the table."""
+    """The Python script does not exist here, so the table reads its flags."""
     job = read(tmp_path, MEGATRON, "--bf16", gpus=16)
     assert (job.framework, job.validated) == ("megatron", False)
     assert job.given["hidden_size"] == 512
     assert (job.given["tensor_model_parallel_size"], job.given["bf16"]) == (2, True)
     words = "\n".join(one.text for one in job.found)
-    assert "pretrain_gpt.py is not where" in words
-    assert "run.sh does not set are not read: --data-path ${DATA}, --seed $(...)" in words
+    assert "pretrain_gpt.py, which does not exist" in words
+    assert "run.sh does not set their variables: --data-path ${DATA}, --seed $(...)" in words
     assert job.given["rerun_mode"] == "disabled", "whatever $@ adds"
     assert job.unknown == ("--overlap-p2p",)
     assert "did you mean" in words
@@ -131,7 +131,7 @@ def test_a_megatron_script(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("echo hello\n", "has no training command that is known"), ("echo 'a\n", "cannot be read as a shell script")],
+    [("echo hello\n", "has no training command that check knows"), ("echo 'a\n", "cannot be read as a shell script")],
 )
 def test_scripts_without_a_command(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "run.sh").write_text(text)
