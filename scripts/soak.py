@@ -36,9 +36,9 @@ from made_parts import long_tables_to_data, markdown_table  # noqa: E402
 
 from megatron_pp.plan.ir.placement import Placement  # noqa: E402
 from megatron_pp.plan.orders import SCHEDULES  # noqa: E402
-from testkit.fault_injection import DELAY, KILL, KINDS, SHAPE, Fault  # noqa: E402
-from testkit.fault_scenario_checks import complaints, leaks, limit, seconds_to_detect  # noqa: E402
-from testkit.fault_scenarios import Episode, Pool, Report, Resources  # noqa: E402
+from testkit.faults.fault_injection import DELAY, KILL, KINDS, SHAPE, Fault  # noqa: E402
+from testkit.faults.fault_scenario_checks import complaints, leaks, limit, seconds_to_detect  # noqa: E402
+from testkit.faults.fault_scenarios import Episode, Pool, Report, Resources  # noqa: E402
 from testkit.rank_processes import RanksTimedOutError  # noqa: E402
 
 CHUNKS = {"1f1b": 1, "interleaved_1f1b": 2, "zb_v": 2}
@@ -341,7 +341,7 @@ def _brief(message: str) -> str:
     text = message
     for beginning_of_the_rest in (": injected fault", ": the output of", ", which last reported"):
         text = text.partition(beginning_of_the_rest)[0]
-    return text.replace("testkit.fault_injection.", "").replace("|", "/").replace("`", "'")
+    return text.replace("testkit.faults.fault_injection.", "").replace("|", "/").replace("`", "'")
 
 
 def _totals(books: Books) -> list[str]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
 from megatron_pp.testing.toy import ToyData, toy_config
 from testkit.processes import run_processes
-from testkit.step_runs import Rank
+from testkit.thread_runs.step_runs import Rank
 
 
 def rank_of(

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import shaped_network
 from megatron_pp.tools.parity.processes import end_with_parent
-from testkit.fault_scenarios import Pool
+from testkit.faults.fault_scenarios import Pool
 from testkit.processes import run_processes
 
 _SMI_SECONDS = 10.0

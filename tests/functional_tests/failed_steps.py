@@ -26,8 +26,8 @@ from megatron_pp.plan.orders import find_family
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.toy import HIDDEN, ToyData, toy_config
 from megatron_pp.weight_grad import split_weight_grad
-from testkit.fault_injection import DELAY, Fault, FaultyBlock, Trigger
-from testkit.step_runs import Rank
+from testkit.faults.fault_injection import DELAY, Fault, FaultyBlock, Trigger
+from testkit.thread_runs.step_runs import Rank
 
 SIZE, MICROBATCHES, STEPS = 2, 4, 4  # one more than the step of the fault, for a rank that was done before it
 TOKENS = 20_000  # of a microbatch, where messages have connections of their own

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from testkit.ends import fail
+from testkit.faults.ends import fail
 
 RANKS, PIPELINE, PATIENCE = 4, 2, 3.0  # PATIENCE: seconds, config.p2p_timeout
 DEADLINE = 40.0

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_pp.tools.parity import cpu_stand_in
-from testkit.module_models import HIDDEN, RankModel, Setup, loss_of, sink_of
+from testkit.models.module_models import HIDDEN, RankModel, Setup, loss_of, sink_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megatron_pp.errors import MegatronPPError, ScheduleInputError
 from megatron_pp.features.modules.modules_step import ModulesPipeline, forward_backward_modules
 from megatron_pp.runtime.communicators import close_communicators
 from megatron_pp.testing.toy import toy_config
-from testkit.module_models import RankModel, Setup, config_of, forward_step, sink_of
+from testkit.models.module_models import RankModel, Setup, config_of, forward_step, sink_of
 
 
 def a_rank_gives_no_dict(rank: int, size: int, setup: Setup) -> str:

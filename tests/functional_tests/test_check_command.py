@@ -22,7 +22,7 @@ import pytest
 
 from megatron_pp.tools.check.jobs import megatron_flags
 from megatron_pp.tools.cli.command_line import main
-from testkit.ends import as_in_the_foreground
+from testkit.faults.ends import as_in_the_foreground
 from tests.conftest import PROJECT_ROOT
 from tests.functional_tests.megatron_support import needs_megatron
 from tests.functional_tests.test_check_refusals import asked_in_a_fork

@@ -160,7 +160,7 @@ def steps_on_nccl(rank: int, size: int) -> set[str]:
     """The modules that ranks on virtual devices load, of those that were loaded for them and forgotten."""
     from megatron_pp.testing.pipeline import run_rank
     from megatron_pp.testing.toy import ToyData
-    from testkit.nccl_runs import on_nccl
+    from testkit.device_runs.nccl_runs import on_nccl
     from testkit.streams import StreamNetwork
 
     forgotten = names_in(GLOO, NCCL) - names_in(MACHINE, COMPILER)
@@ -182,7 +182,7 @@ def train(library: Any, parallel_state: Any, size: int, **more: Any) -> None:
     """Two steps of 1F1B, and two of interleaved 1F1B. ``more``: fields of the config."""
     import torch
 
-    from testkit.linear_stage import LinearStage, forward_step
+    from testkit.models.linear_stage import LinearStage, forward_step
 
     for chunks in (1, 2):
         virtual = None if chunks == 1 else chunks

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from testkit.fault_injection import BACKWARD, DATA, DELAY, EXCEPTION, HOLD, KILL, MEMORY, SHAPE, STOP, Fault
-from testkit.fault_scenario_checks import complaints, leaks
-from testkit.fault_scenarios import Episode, Pool, Report, Resources
+from testkit.faults.fault_injection import BACKWARD, DATA, DELAY, EXCEPTION, HOLD, KILL, MEMORY, SHAPE, STOP, Fault
+from testkit.faults.fault_scenario_checks import complaints, leaks
+from testkit.faults.fault_scenarios import Episode, Pool, Report, Resources
 
 SIZE = 3
 GROUP_TIMEOUT = 20.0

@@ -17,7 +17,7 @@ from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 from megatron_pp.testing.toy import HIDDEN, ToyData
 from testkit.process_ranks import pipeline
 from testkit.processes import RankFailedError
-from testkit.step_runs import Rank
+from testkit.thread_runs.step_runs import Rank
 
 DATA = ToyData(4, seq_length=GLOO_DETACHED_BYTES // (4 * HIDDEN * 2) + 1)
 WAITING, MAKING = "while it waits for the other end", "right before it makes its own end"

@@ -25,7 +25,7 @@ import megatron_pp
 from megatron_pp.config.step_fields import IN_ENVIRONMENT, StepFields
 from megatron_pp.runtime import kept_calls, run_step
 from megatron_pp.runtime.communicators import close_communicators
-from testkit.linear_stage import LinearStage, forward_step
+from testkit.models.linear_stage import LinearStage, forward_step
 from testkit.processes import run_processes
 from tests.functional_tests.megatron_support import needs_megatron
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from testkit.module_grids import module_on
+from testkit.models.module_grids import module_on
 from tests.functional_tests.megatron_support import in_megatrons_process, needs_megatron
 
 pytestmark = needs_megatron

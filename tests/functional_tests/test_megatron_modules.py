@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from testkit.module_grids import module_on
-from testkit.module_models import Setup, in_one_process
+from testkit.models.module_grids import module_on
+from testkit.models.module_models import Setup, in_one_process
 from testkit.processes import run_processes
 from tests.functional_tests.megatron_module_checks import MegatronCase, handed_back, own_and_ours
 from tests.functional_tests.megatron_support import schedules_source

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from testkit.processes import run_processes
-from testkit.transformer_engine_python import on_cpu
+from testkit.stand_ins.transformer_engine_python import on_cpu
 from tests.functional_tests.megatron_support import needs_megatron
 
 pytestmark = [needs_megatron, pytest.mark.slow]

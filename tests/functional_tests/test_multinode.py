@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit.namespaces import Cable, Host, two_hosts, why_not
+from testkit.faults.namespaces import Cable, Host, two_hosts, why_not
 from testkit.training_ranks import train
 from tests.functional_tests.test_train_script import INTERLEAVED, SHORT, numbers
 

@@ -29,8 +29,8 @@ from megatron_pp.runtime.communicators import close_communicators, communicator_
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.runtime.step import Step
 from megatron_pp.testing.toy import HIDDEN
-from testkit.fault_injection import BACKWARD, DELAY, EXCEPTION, SHAPE, Fault
-from testkit.module_grids import module_on
+from testkit.faults.fault_injection import BACKWARD, DELAY, EXCEPTION, SHAPE, Fault
+from testkit.models.module_grids import module_on
 from testkit.processes import run_processes
 from testkit.sweeps import drawn
 from tests.functional_tests.failed_steps import (

@@ -34,7 +34,7 @@ from testkit.race_cases import (
     run_cases,
     run_cases_on_one_gpu,
 )
-from testkit.step_runs import Rank
+from testkit.thread_runs.step_runs import Rank
 
 REPEATS = int(os.environ.get("MEGATRON_PP_RACE_REPEATS", "2"))
 DTYPES = {"float32": REPEATS, "bfloat16": max(1, REPEATS // 2) if REPEATS < 20 else REPEATS}

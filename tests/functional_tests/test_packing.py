@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
 from testkit import sweeps
-from testkit.packings import SIZE, Meetings, PackedRank, config_of, drawn, one_process
 from testkit.processes import run_processes
+from testkit.thread_runs.packings import SIZE, Meetings, PackedRank, config_of, drawn, one_process
 
 RANKS = 2 * SIZE
 SEEDS = sweeps.drawn(range(1000), 8)

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.integrations.torch_pipelining import PlanSchedule
 from megatron_pp.runtime.communicators import close_communicators
-from testkit.ends import fail
+from testkit.faults.ends import fail
 from testkit.processes import RankFailedError, run_processes
 from testkit.sweeps import drawn
 

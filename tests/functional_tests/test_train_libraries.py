@@ -20,7 +20,7 @@ import torch
 
 from examples.gpt import checkpoint, libraries, program
 from testkit.processes import run_processes
-from testkit.standin_libraries import transformer_engine_for_training, write
+from testkit.stand_ins.standin_libraries import transformer_engine_for_training, write
 from testkit.train_flags import SMALL_MODEL
 from tests.functional_tests.test_train_script import ROOT, TEXT, losses
 

@@ -14,7 +14,7 @@ import pytest
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from testkit.plan_text import save_plan
+from testkit.inputs.plan_text import save_plan
 from testkit.sweeps import EXHAUSTIVE
 from testkit.training_ranks import train
 from tests.functional_tests.test_train_script import ROOT, SHORT, losses, numbers

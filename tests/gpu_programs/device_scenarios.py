@@ -42,10 +42,11 @@ from megatron_pp.tools.cli import main
 from megatron_pp.tools.parity import command
 from megatron_pp.tracing.recorder import Tracer
 from megatron_pp.weight_grad.linear import add_weight_grad, fused_kernels
-from testkit import output_layer_runs, processes
-from testkit.nccl_runs import FailingBlock, step_on_nccl
+from testkit import processes
+from testkit.device_runs.nccl_runs import FailingBlock, step_on_nccl
 from testkit.streams import StreamNetwork, virtual_cuda
 from testkit.streams.cuda import replaced
+from testkit.thread_runs import output_layer_runs
 from testkit.train_flags import SMALL_MODEL
 from testkit.training_ranks import train_here
 from testkit.virtual_ranks import run_on_virtual_devices, virtual_machine

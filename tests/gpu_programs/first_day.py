@@ -26,7 +26,7 @@ from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.plan.ir.instruction import FREE_F
 from megatron_pp.runtime.executor import PlanExecutor
 from testkit import race_cases
-from testkit.fault_scenarios import Episode, Pool, Report
+from testkit.faults.fault_scenarios import Episode, Pool, Report
 from testkit.rank_processes import RanksTimedOutError
 from testkit.streams import StreamNetwork, cuda
 from testkit.streams.device import current_device
@@ -159,7 +159,7 @@ def _pool(kind: type[GlooPool]) -> Callable[[int, str], GlooPool]:
 
     def started(size: int, start: str) -> GlooPool:
         # Not when this module is imported: then ranks of all tests would be forked from a process without the rest.
-        multiprocessing.set_forkserver_preload(["testkit.fault_scenario_worker"])
+        multiprocessing.set_forkserver_preload(["testkit.faults.fault_scenario_worker"])
         return kind(size, "forkserver")
 
     return started

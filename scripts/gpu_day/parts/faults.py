@@ -5,9 +5,9 @@ from __future__ import annotations
 from gpu_day import outside
 from gpu_day.bench import Bench
 from gpu_day.ranks import OVERLAP
-from testkit.fault_injection import EXCEPTION, KILL, Fault
-from testkit.fault_scenario_checks import complaints, limit, seconds_to_detect
-from testkit.fault_scenarios import Episode
+from testkit.faults.fault_injection import EXCEPTION, KILL, Fault
+from testkit.faults.fault_scenario_checks import complaints, limit, seconds_to_detect
+from testkit.faults.fault_scenarios import Episode
 from testkit.rank_processes import RanksTimedOutError
 
 MOST_RANKS = 4

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron_pp.features.modules.modules_step import ModulesPipeline, forward_backward_modules
 from megatron_pp.runtime.communicators import close_communicators
-from testkit.module_grids import module_on
-from testkit.module_models import Place as ModulePlace
-from testkit.module_models import RankChunks, Reference, Setup, forward_step, in_one_process, places_of, sink_of
+from testkit.models.module_grids import module_on
+from testkit.models.module_models import Place as ModulePlace
+from testkit.models.module_models import RankChunks, Reference, Setup, forward_step, in_one_process, places_of, sink_of
 from tests.functional_tests.numbers.rows import Numbers, Place, Row, differences
 
 RANKS = 6

@@ -15,7 +15,7 @@ from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN
 from megatron_pp.testing.pipeline import placement_of, run_rank
 from megatron_pp.testing.toy import ToyData, toy_config
-from testkit.nccl_runs import on_nccl
+from testkit.device_runs.nccl_runs import on_nccl
 from testkit.streams import StreamNetwork
 from testkit.virtual_groups import VirtualNCCL
 

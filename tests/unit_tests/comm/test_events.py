@@ -15,7 +15,7 @@ from megatron_pp.features.offload import host_copies
 from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.toy import ToyData
-from testkit.stream_runs import POLICIES, on_one_device, plan_on_streams, toy_step_on_streams
+from testkit.device_runs.stream_runs import POLICIES, on_one_device, plan_on_streams, toy_step_on_streams
 from testkit.streams import StreamReport
 from testkit.streams import cuda as virtual
 from testkit.streams.device import current_device

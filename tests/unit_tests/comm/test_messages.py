@@ -11,7 +11,7 @@ import torch
 from megatron_pp.comm.communicator import is_single_shape
 from megatron_pp.errors import P2PError, P2PShapeError, P2PTypeError
 from megatron_pp.p2p_communication import P2PCommunicator
-from testkit.p2p_ranks import SHAPE, WAYS, every_way, filled, lonely, on_ranks, same
+from testkit.thread_runs.p2p_ranks import SHAPE, WAYS, every_way, filled, lonely, on_ranks, same
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
 

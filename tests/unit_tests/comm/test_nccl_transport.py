@@ -19,8 +19,8 @@ from megatron_pp.features.pairs.pair_runner import HalfCall, on_two_streams
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import ToyData, toy_config
-from testkit.nccl_runs import on_nccl
-from testkit.stream_runs import on_one_device
+from testkit.device_runs.nccl_runs import on_nccl
+from testkit.device_runs.stream_runs import on_one_device
 from testkit.streams import StreamNetwork, virtual_cuda
 from testkit.streams.device import VirtualDevice
 from testkit.streams.network import StreamTransport

@@ -11,7 +11,8 @@ from megatron_pp.errors import P2PTimeoutError, P2PTypeError
 from megatron_pp.p2p_communication import P2PCommunicator, WaitHandle
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
-from testkit.p2p_ranks import (
+from testkit.stand_ins.timers import Timers
+from testkit.thread_runs.p2p_ranks import (
     SHAPE,
     SHAPES_IN_BATCHES,
     WAYS,
@@ -23,7 +24,6 @@ from testkit.p2p_ranks import (
     on_ranks,
     same,
 )
-from testkit.timers import Timers
 
 # -- exchanges: what a rank gets, and what it should get ---------------------------------------------------------------
 

@@ -21,8 +21,8 @@ from megatron_pp.config.model_config import ModelParallelConfig
 from megatron_pp.errors import ConfigError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
-from testkit.plan_text import rows, save_plan
-from testkit.standin_libraries import write as write_apex
+from testkit.inputs.plan_text import rows, save_plan
+from testkit.stand_ins.standin_libraries import write as write_apex
 from tests.unit_tests.examples.test_training_restart import save_run
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from examples.gpt.checkpoint import LATEST, CheckpointWriter, check_layout, find_checkpoint, load_tensors
 from examples.gpt.errors import CheckpointError, CheckpointLayoutError, CheckpointWriteError
-from testkit.forged import sealed
+from testkit.inputs.forged import sealed
 
 TENSORS = {
     "w": torch.arange(40.0),

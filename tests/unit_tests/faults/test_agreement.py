@@ -30,7 +30,7 @@ from megatron_pp.faults.histories import Difference, difference, entries_in, fin
 from megatron_pp.faults.position.tracker import Tracker
 from megatron_pp.faults.store.records import DONE, ENTERING, IN_STEP, Entry, Progress
 from megatron_pp.testing.threads import run_ranks
-from testkit.guarded_ranks import Call, Outcome, published_entries, run_programs
+from testkit.thread_runs.guarded_ranks import Call, Outcome, published_entries, run_programs
 from tests.unit_tests.faults.guards import new_guard, new_source
 
 SIZE = 3

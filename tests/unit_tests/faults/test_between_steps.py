@@ -28,7 +28,7 @@ from megatron_pp.runtime.host import Host
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import toy_config
-from testkit.step_runs import Rank, pipeline
+from testkit.thread_runs.step_runs import Rank, pipeline
 from tests.unit_tests.faults.guards import new_guard
 
 WORK = "the optimizer"

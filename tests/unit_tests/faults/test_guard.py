@@ -31,9 +31,9 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import ToyData, toy_config
-from testkit.fault_injection import BACKWARD, DELAY, Fault, FaultyBlock, Trigger
-from testkit.fault_injection import EXCEPTION as RAISE
-from testkit.step_runs import Rank, pipeline
+from testkit.faults.fault_injection import BACKWARD, DELAY, Fault, FaultyBlock, Trigger
+from testkit.faults.fault_injection import EXCEPTION as RAISE
+from testkit.thread_runs.step_runs import Rank, pipeline
 from tests.unit_tests.faults.guards import Outcome, Unreachable, raised_by, wait_until_aborted
 
 SIZE = 3

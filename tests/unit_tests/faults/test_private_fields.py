@@ -16,7 +16,7 @@ from megatron_pp.plan.ir.spec import ANY_WAIT, ONE_QUEUE, Plan, PlanSpec
 from megatron_pp.plan.verify.rendezvous import check_rendezvous
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.runtime.message_shapes import Shapes
-from testkit.drawn_specs import NAMED, drawn_spec
+from testkit.inputs.drawn_specs import NAMED, drawn_spec
 from testkit.sweeps import EXHAUSTIVE
 
 

@@ -13,8 +13,7 @@ from megatron_pp.errors import CommunicatorClosedError, PipelinePeerError
 from megatron_pp.faults import failing
 from megatron_pp.faults.attach import close_guard
 from megatron_pp.faults.heartbeat import Pace
-from testkit.guard_mutants import BEFORE_UPDATES
-from testkit.replicas import (
+from testkit.device_runs.replicas import (
     BEFORE_THE_OPTIMIZER,
     GATHER,
     PHASES,
@@ -26,6 +25,7 @@ from testkit.replicas import (
     Job,
     Replica,
 )
+from testkit.mutants.guard_mutants import BEFORE_UPDATES
 from testkit.streams import virtual_cuda
 from testkit.sweeps import EXHAUSTIVE
 from testkit.virtual_groups import virtual_distributed

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PipelineMismatchError, ScheduleInputError
 from megatron_pp.faults.consistency import StepNumber
-from testkit.guarded_ranks import Call, Outcome, published_entries, run_programs
+from testkit.thread_runs.guarded_ranks import Call, Outcome, published_entries, run_programs
 
 SIZE = 3
 

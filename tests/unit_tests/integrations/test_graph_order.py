@@ -16,7 +16,7 @@ from megatron_pp.integrations.megatron.graph_order import captured_order, check_
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData
-from testkit.p2p_ranks import NothingMayPass
+from testkit.thread_runs.p2p_ranks import NothingMayPass
 
 
 @pytest.mark.slow

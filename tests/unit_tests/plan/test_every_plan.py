@@ -20,7 +20,7 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import Verdict, verify
-from testkit.drawn_specs import DEVICES, NAMED, drawn_spec
+from testkit.inputs.drawn_specs import DEVICES, NAMED, drawn_spec
 from testkit.sweeps import EXHAUSTIVE
 
 

@@ -27,9 +27,9 @@ from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config
-from testkit.guarded_ranks import published_entries
-from testkit.p2p_ranks import NothingMayPass
-from testkit.step_runs import Rank, pipeline
+from testkit.thread_runs.guarded_ranks import published_entries
+from testkit.thread_runs.p2p_ranks import NothingMayPass
+from testkit.thread_runs.step_runs import Rank, pipeline
 
 SIZE, CHUNKS = 2, 2
 Chunk = Callable[[int, int, Any], Any]

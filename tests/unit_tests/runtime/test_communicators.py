@@ -13,7 +13,7 @@ from megatron_pp.runtime import communicators
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from testkit.hook_log import HookLog, logged_config, step_arguments
+from testkit.models.hook_log import HookLog, logged_config, step_arguments
 
 
 def test_a_group_keeps_one_communicator_and_nothing_of_the_first_model(monkeypatch: pytest.MonkeyPatch) -> None:

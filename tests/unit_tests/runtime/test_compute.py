@@ -14,8 +14,16 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.schedules import backward_step, forward_step
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, reference_run, toy_config
-from testkit.blocks import of_stage
-from testkit.step_runs import DATA, alone, assert_same_gradients, forward_with, in_pipeline, loss_of, reference
+from testkit.models.blocks import of_stage
+from testkit.thread_runs.step_runs import (
+    DATA,
+    alone,
+    assert_same_gradients,
+    forward_with,
+    in_pipeline,
+    loss_of,
+    reference,
+)
 
 # -- autocast ---------------------------------------------------------------------------------------------------------
 

@@ -25,9 +25,9 @@ from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run, toy_config
-from testkit.plan_text import edited, save_plan
-from testkit.race_support import exact_data, network_for, run_plan
-from testkit.timers import Timers
+from testkit.inputs.plan_text import edited, save_plan
+from testkit.stand_ins.timers import Timers
+from testkit.thread_runs.race_support import exact_data, network_for, run_plan
 
 
 class DeviceNetwork(MemoryNetwork):

@@ -31,8 +31,8 @@ from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import HIDDEN, TOY_SCHEDULES, ToyBlock, ToyData, ToyResult, reference_run
 from megatron_pp.weight_grad import split_weight_grad
-from testkit.blocks import UNUSUAL_OUTPUTS
-from testkit.stream_runs import POLICIES as FLAGS
+from testkit.device_runs.stream_runs import POLICIES as FLAGS
+from testkit.models.blocks import UNUSUAL_OUTPUTS
 from testkit.streams import StreamNetwork, StreamReport, virtual_cuda
 from testkit.streams.waiting import on_one_core
 from testkit.sweeps import EXHAUSTIVE

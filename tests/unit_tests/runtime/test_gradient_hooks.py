@@ -32,7 +32,7 @@ from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import ToyBlock, toy_config
-from testkit.hook_log import SHAPE, HookLog, logged_config, logged_forward_step, step_arguments
+from testkit.models.hook_log import SHAPE, HookLog, logged_config, logged_forward_step, step_arguments
 
 # -- ours -------------------------------------------------------------------------------------------------------------
 

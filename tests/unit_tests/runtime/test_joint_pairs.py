@@ -14,7 +14,7 @@ from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.toy import reference_run
-from testkit.race_support import ExactBlock, exact_data, network_for, run_plan
+from testkit.thread_runs.race_support import ExactBlock, exact_data, network_for, run_plan
 
 MICROBATCHES = 8
 

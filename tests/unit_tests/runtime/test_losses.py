@@ -15,8 +15,16 @@ from megatron_pp.runtime.context_parallel_loss import WholeSequence
 from megatron_pp.runtime.model_steps import scaled_loss
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, reference_run
-from testkit.blocks import of_stage
-from testkit.step_runs import DATA, alone, assert_same_gradients, forward_with, in_pipeline, loss_of, reference
+from testkit.models.blocks import of_stage
+from testkit.thread_runs.step_runs import (
+    DATA,
+    alone,
+    assert_same_gradients,
+    forward_with,
+    in_pipeline,
+    loss_of,
+    reference,
+)
 
 # -- the loss ---------------------------------------------------------------------------------------------------------
 

@@ -30,10 +30,10 @@ from megatron_pp.testing.toy import ToyData, ToyResult, toy_chunks, toy_config, 
 from megatron_pp.tools.cli.command_line import main
 from megatron_pp.tracing.analysis import StageTimes
 from megatron_pp.weight_grad import split_weight_grad
-from testkit.blocks import of_stage
-from testkit.p2p_ranks import NothingMayPass
-from testkit.step_runs import Rank, pipeline
-from testkit.toy_training import train_toy
+from testkit.models.blocks import of_stage
+from testkit.thread_runs.p2p_ranks import NothingMayPass
+from testkit.thread_runs.step_runs import Rank, pipeline
+from testkit.thread_runs.toy_training import train_toy
 
 FORWARD, BACKWARD = (0.004, 0.008), (0.008, 0.016)  # seconds by stage
 ACTIVATION = 3 * 2 * 4 * 4  # bytes of a tensor of the toy model

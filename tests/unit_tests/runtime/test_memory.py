@@ -22,9 +22,9 @@ from megatron_pp.plan.verify.lifetime import LifetimeWalk
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData
-from testkit.blocks import EndsInTanh
-from testkit.race_support import run_plan
-from testkit.skip_block import SkipBlock
+from testkit.models.blocks import EndsInTanh
+from testkit.models.skip_block import SkipBlock
+from testkit.thread_runs.race_support import run_plan
 
 STATE = ("inputs", "outputs", "output_grads", "input_grads")
 

@@ -21,8 +21,8 @@ from megatron_pp.testing.adversarial_transports import (
     PoisoningNetwork,
 )
 from megatron_pp.testing.toy import reference_run
-from testkit.executor_mutants import EARLY_RELEASES, WRONG_READS, DeallocatesWhatItDefers, OwnsNothing
-from testkit.race_support import ExactBlock, exact_data, network_for, run_plan
+from testkit.mutants.executor_mutants import EARLY_RELEASES, WRONG_READS, DeallocatesWhatItDefers, OwnsNothing
+from testkit.thread_runs.race_support import ExactBlock, exact_data, network_for, run_plan
 
 SPECS = {
     "1f1b": PlanSpec("1f1b", 3, 1, 8),

@@ -23,8 +23,8 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.verify.lifetime import LifetimeWalk
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyBlock, ToyData
-from testkit.step_runs import pipeline
-from testkit.stream_runs import on_one_device, plan_on_streams
+from testkit.device_runs.stream_runs import on_one_device, plan_on_streams
+from testkit.thread_runs.step_runs import pipeline
 from tests.unit_tests.runtime import test_memory
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import HIDDEN, ToyBlock
-from testkit.output_layer_runs import Case, Stage, mean_loss, step, step_on_nccl
-from testkit.plan_mutants import mutants
+from testkit.mutants.plan_mutants import mutants
+from testkit.thread_runs.output_layer_runs import Case, Stage, mean_loss, step, step_on_nccl
 
 NAMES = ("vocab_1f1b", "vocab_1f1b_alg1")
 

@@ -23,7 +23,7 @@ from megatron_pp.features.measuring.rank_numbers import _GATHERED, RankNumbers, 
 from megatron_pp.integrations.megatron.steps.tensorboard import PipelineScalars, TensorBoardScalars
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import ToyBlock
-from testkit.step_runs import pipeline
+from testkit.thread_runs.step_runs import pipeline
 
 SECONDS = 20.0
 

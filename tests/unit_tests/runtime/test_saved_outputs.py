@@ -17,7 +17,7 @@ from megatron_pp.integrations.megatron.steps.forward_backward import freed_outpu
 from megatron_pp.runtime.compute import accumulate
 from megatron_pp.runtime.deallocate import backward_root
 from megatron_pp.runtime.swapped_outputs import custom_backward
-from testkit.blocks import SquaresInPython
+from testkit.models.blocks import SquaresInPython
 
 every_way = pytest.mark.parametrize("keep", [backward_root, freed_output])
 

@@ -26,11 +26,11 @@ from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.memory_transport import MemoryTransport
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run
-from testkit.blocks import of_stage
-from testkit.executor_mutants import EARLY_RELEASES, DeallocatesWhatItDefers, OwnsNothing
-from testkit.plan_text import edited, index_of
-from testkit.race_support import PlanRun, exact_data, network_for, run_plan
-from testkit.step_runs import Rank, every_policy, pipeline
+from testkit.inputs.plan_text import edited, index_of
+from testkit.models.blocks import of_stage
+from testkit.mutants.executor_mutants import EARLY_RELEASES, DeallocatesWhatItDefers, OwnsNothing
+from testkit.thread_runs.race_support import PlanRun, exact_data, network_for, run_plan
+from testkit.thread_runs.step_runs import Rank, every_policy, pipeline
 
 SPECS = {
     "1f1b": PlanSpec("1f1b", 3, 1, 8),

@@ -23,7 +23,7 @@ from megatron_pp.features.slices import sequence_slice as slices_of_sequences
 from megatron_pp.plan.ir.placement import LOOP, Placement
 from megatron_pp.testing.toy import ToyBlock, ToyResult, toy_forward_step
 from testkit.autograd_thread import autograd_thread
-from testkit.step_runs import Rank, in_pipeline, pipeline, result_of
+from testkit.thread_runs.step_runs import Rank, in_pipeline, pipeline, result_of
 from tests.unit_tests.examples.test_gpt import BATCH, SEQ, VOCAB, make_batch, make_config
 
 MICROBATCHES = 3

@@ -30,8 +30,8 @@ from megatron_pp.schedules import (
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_config, toy_forward_step
-from testkit.p2p_ranks import NothingMayPass
-from testkit.step_runs import Rank, pipeline
+from testkit.thread_runs.p2p_ranks import NothingMayPass
+from testkit.thread_runs.step_runs import Rank, pipeline
 
 DATA = ToyData(4)
 

@@ -20,8 +20,8 @@ from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import HIDDEN, TOY_SCHEDULES, ToyBlock, ToyData, reference_run, toy_config
 from megatron_pp.testing.toy import toy_forward_step as forward_step
 from megatron_pp.weight_grad import split_weight_grad
-from testkit.blocks import SquaresInPython
-from testkit.step_runs import every_policy, in_pipeline, result_of
+from testkit.models.blocks import SquaresInPython
+from testkit.thread_runs.step_runs import every_policy, in_pipeline, result_of
 
 SHORT, LONG = (3, 2, HIDDEN), (5, 2, HIDDEN)
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.runtime.shared_iterators import told_apart
 from megatron_pp.testing.toy import reference_run, toy_loss
-from testkit.step_runs import DATA, Rank, pipeline
+from testkit.thread_runs.step_runs import DATA, Rank, pipeline
 
 Iterators = Callable[[Iterator[Any], int], list[Any]]
 

@@ -12,8 +12,8 @@ from megatron_pp.errors import ConfigError, P2PShapeError, ScheduleInputError
 from megatron_pp.features.skip_tensors.routes import SkipTensor, skip_tensors
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run
-from testkit.p2p_ranks import NothingMayPass
-from testkit.skip_block import SkipBlock
+from testkit.models.skip_block import SkipBlock
+from testkit.thread_runs.p2p_ranks import NothingMayPass
 
 
 class DoubleData(ToyData):

@@ -22,9 +22,9 @@ from megatron_pp.testing.pipeline import placement_of, run_in_threads
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, ToyResult, merged, reference_run, toy_config, toy_loss
 from megatron_pp.weight_grad import split_weight_grad
-from testkit.blocks import Views, of_stage
-from testkit.step_runs import Rank, every_policy, in_pipeline, pipeline, result_of
-from testkit.timers import Timers
+from testkit.models.blocks import Views, of_stage
+from testkit.stand_ins.timers import Timers
+from testkit.thread_runs.step_runs import Rank, every_policy, in_pipeline, pipeline, result_of
 
 DATA = ToyData(5)
 

@@ -18,7 +18,7 @@ from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, ToyResult, reference_run, toy_config
-from testkit.blocks import OfStage, of_stage
+from testkit.models.blocks import OfStage, of_stage
 
 DATA = ToyData(6)
 SHAPE = (DATA.seq_length, DATA.micro_batch_size, HIDDEN)

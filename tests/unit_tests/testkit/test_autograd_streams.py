@@ -13,8 +13,9 @@ from megatron_pp.features.pairs import pair_runner
 from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.testing.toy import ToyData
 from megatron_pp.weight_grad import split_weight_grad
-from testkit.older_rules import FORWARD, LEAF, PRODUCERS, without
-from testkit.stream_mutants import (
+from testkit.device_runs.stream_runs import POLICIES, on_one_device, toy_step_on_streams
+from testkit.mutants.older_rules import FORWARD, LEAF, PRODUCERS, without
+from testkit.mutants.stream_mutants import (
     InnerGradBlock,
     LooksOnTheStreamOfTheCaller,
     MainGradBlock,
@@ -24,7 +25,6 @@ from testkit.stream_mutants import (
     UsesWhatTheOtherBranchLeft,
     forwards_on_the_side,
 )
-from testkit.stream_runs import POLICIES, on_one_device, toy_step_on_streams
 from testkit.streams import StreamReport
 
 

@@ -27,7 +27,7 @@ from megatron_pp.weight_grad import split_weight_grad
 from megatron_pp.weight_grad.store import WeightGradStore
 from testkit import autograd_draw
 from testkit.autograd_thread import autograd_thread
-from testkit.stream_runs import toy_step_on_streams
+from testkit.device_runs.stream_runs import toy_step_on_streams
 
 pytestmark = pytest.mark.callers_thread  # which thread is each test's own matter
 LOCAL, CONTEXT = threading.local(), ContextVar("context", default="")

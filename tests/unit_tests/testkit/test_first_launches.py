@@ -15,10 +15,10 @@ from megatron_pp.plan.ir.spec import ON_NCCL, ONE_QUEUE, PlanSpec
 from megatron_pp.runtime import executor
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData, ToyResult, merged, reference_run
-from testkit.device_mutants import PostsFirstGradientAtOnce
-from testkit.nccl_runs import on_nccl
-from testkit.plan_text import save_plan, small_plan, with_programs
-from testkit.stream_runs import POLICIES, on_one_device, plan_on_streams, toy_step_on_streams
+from testkit.device_runs.nccl_runs import on_nccl
+from testkit.device_runs.stream_runs import POLICIES, on_one_device, plan_on_streams, toy_step_on_streams
+from testkit.inputs.plan_text import save_plan, small_plan, with_programs
+from testkit.mutants.device_mutants import PostsFirstGradientAtOnce
 from testkit.streams import LATER_STEPS, DeviceRules, StreamNetwork, StreamReport
 from testkit.streams.device import current_device
 from tests.unit_tests.testkit.test_streams_launches import StridedBlock

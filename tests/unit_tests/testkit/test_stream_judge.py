@@ -21,8 +21,11 @@ from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.plan.ir.spec import BATCHED, ONE_QUEUE, PLAIN, POLICIES, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.runtime.executor import PlanExecutor
-from testkit import stream_judge
-from testkit.executor_mutants import (
+from testkit.device_runs.stream_runs import on_one_device, plan_on_streams
+from testkit.device_runs.virtual_timelines import PairsBy
+from testkit.judges import stream_judge
+from testkit.judges.stream_judge import Judge, faults_in
+from testkit.mutants.executor_mutants import (
     DeallocatesWhatItDefers,
     DropsGradientWhenPosted,
     OwnsNothing,
@@ -30,9 +33,7 @@ from testkit.executor_mutants import (
     ReadsGradientBeforeItArrived,
     WaitsOnAnotherHandle,
 )
-from testkit.output_layer_runs import Case, step_on_nccl
-from testkit.stream_judge import Judge, faults_in
-from testkit.stream_mutants import (
+from testkit.mutants.stream_mutants import (
     DropsNamedWhenPosted,
     FreesPostedReceive,
     FreesWhenPosted,
@@ -41,11 +42,10 @@ from testkit.stream_mutants import (
     WritesIntoGradient,
     WritesIntoOutput,
 )
-from testkit.stream_runs import on_one_device, plan_on_streams
 from testkit.streams import LATER_STEPS, StreamReport
 from testkit.streams.call_log import CallLog
 from testkit.sweeps import EXHAUSTIVE
-from testkit.virtual_timelines import PairsBy
+from testkit.thread_runs.output_layer_runs import Case, step_on_nccl
 
 FAMILIES = [name for name, family in SCHEDULES.items() if family.search is None and not family.barriers]
 FEATURES: dict[str, dict[str, Any]] = {"": {}, "pairs": {"overlap_pairs": True}, "offload": {"offload_chunks": 1}}

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyData
-from testkit.stream_runs import on_one_device, toy_step_on_streams
+from testkit.device_runs.stream_runs import on_one_device, toy_step_on_streams
 from testkit.streams import StreamNetwork, StreamReport, virtual_cuda
 
 

@@ -10,9 +10,9 @@ import pytest
 from megatron_pp.errors import PipelineError
 from megatron_pp.plan.ir.spec import ON_NCCL, ONE_QUEUE, OVERLAP, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from testkit.drawn_specs import NAMED, drawn_spec
-from testkit.drawn_waits import waiting_engine
-from testkit.stream_runs import plan_on_streams
+from testkit.device_runs.drawn_waits import waiting_engine
+from testkit.device_runs.stream_runs import plan_on_streams
+from testkit.inputs.drawn_specs import NAMED, drawn_spec
 from testkit.sweeps import EXHAUSTIVE
 
 SHARES = (0.02, 0.1, 0.5, 1.0)

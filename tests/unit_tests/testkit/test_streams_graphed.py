@@ -11,8 +11,8 @@ from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run
-from testkit.graphed_layers import GraphedBlock, SettlesGradients, share_static_gradients
-from testkit.stream_runs import POLICIES, toy_step_on_streams
+from testkit.device_runs.stream_runs import POLICIES, toy_step_on_streams
+from testkit.models.graphed_layers import GraphedBlock, SettlesGradients, share_static_gradients
 
 GRAPHED: dict[str, Any] = {"block": GraphedBlock, "prepare": share_static_gradients}
 DATA = ToyData(8)

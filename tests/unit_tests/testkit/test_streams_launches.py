@@ -20,11 +20,11 @@ from megatron_pp.plan.ir.spec import BATCHED, PLAIN, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.threads import run_ranks
-from testkit import output_layer_runs
-from testkit.output_layer_runs import Case
-from testkit.race_support import ExactBlock, ExactCausalBlock, ExactSkipBlock
-from testkit.stream_runs import plan_on_streams
+from testkit.device_runs.stream_runs import plan_on_streams
 from testkit.streams import CallLog, StreamNetwork, virtual_cuda
+from testkit.thread_runs import output_layer_runs
+from testkit.thread_runs.output_layer_runs import Case
+from testkit.thread_runs.race_support import ExactBlock, ExactCausalBlock, ExactSkipBlock
 from testkit.virtual_groups import process_group, virtual_distributed
 from tests.unit_tests.features.modules import test_modules_steps
 

@@ -12,8 +12,8 @@ from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData
 from megatron_pp.weight_grad import split_weight_grad
-from testkit.local_graphs import Step, steps_with_graphs
-from testkit.stream_runs import POLICIES, on_one_device
+from testkit.device_runs.local_graphs import Step, steps_with_graphs
+from testkit.device_runs.stream_runs import POLICIES, on_one_device
 from testkit.streams import StreamReport
 from testkit.streams.capture import give_back
 

@@ -14,10 +14,10 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import ON_NCCL, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.threads import run_ranks
-from testkit.device_mutants import PostsGradientsHalfway
-from testkit.race_support import ExactBlock, exact_data, run_plan
-from testkit.stream_runs import on_one_device
+from testkit.device_runs.stream_runs import on_one_device
+from testkit.mutants.device_mutants import PostsGradientsHalfway
 from testkit.streams import LATER_STEPS, DeviceRules, StreamNetwork, StreamReport, virtual_cuda
+from testkit.thread_runs.race_support import ExactBlock, exact_data, run_plan
 
 KIB = 1024
 HANGS = "the device of rank . hangs at"

@@ -11,7 +11,8 @@ import pytest
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.plan.ir.spec import BATCHED, PLAIN, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
-from testkit.executor_mutants import (
+from testkit.device_runs.stream_runs import plan_on_streams
+from testkit.mutants.executor_mutants import (
     DeallocatesWhatItDefers,
     DropsGradientWhenPosted,
     OwnsNothing,
@@ -19,14 +20,13 @@ from testkit.executor_mutants import (
     ReadsGradientBeforeItArrived,
     WaitsOnAnotherHandle,
 )
-from testkit.stream_mutants import (
+from testkit.mutants.stream_mutants import (
     DropsNamedWhenPosted,
     FreesPostedReceive,
     FreesWhenPosted,
     WritesIntoGradient,
     WritesIntoOutput,
 )
-from testkit.stream_runs import plan_on_streams
 from testkit.streams import LATER_STEPS
 
 SPECS = {

@@ -17,15 +17,15 @@ from megatron_pp.plan.ir.spec import ONE_QUEUE, PlanSpec
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyData, toy_config
-from testkit.device_mutants import (
+from testkit.device_runs.nccl_runs import step_on_nccl
+from testkit.device_runs.stream_runs import plan_on_streams
+from testkit.judges.stream_judge import Judge
+from testkit.mutants.device_mutants import (
     AbortsToClose,
     PostsReceivesTwoAhead,
     WaitsForTheLast,
     WarmsNothingUp,
 )
-from testkit.nccl_runs import step_on_nccl
-from testkit.stream_judge import Judge
-from testkit.stream_runs import plan_on_streams
 from testkit.streams import LATER_STEPS, CallLog, DeviceRules, StreamNetwork, StreamReport, virtual_cuda
 from testkit.virtual_groups import process_group, virtual_distributed
 from tests.unit_tests.testkit.test_streams_mutants import SPECS

@@ -22,8 +22,8 @@ from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run, toy_chunks, toy_config, toy_loss
 from megatron_pp.weight_grad import split_weight_grad
-from testkit.nccl_runs import FailingBlock, step_on_nccl
-from testkit.stream_runs import POLICIES, plan_on_streams, toy_step_on_streams
+from testkit.device_runs.nccl_runs import FailingBlock, step_on_nccl
+from testkit.device_runs.stream_runs import POLICIES, plan_on_streams, toy_step_on_streams
 from testkit.streams import check_streams
 
 OVERLAP = POLICIES["overlap"]

@@ -15,7 +15,7 @@ from megatron_pp.faults.position.places import instruction_at
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.threads import run_ranks
-from testkit.stream_runs import on_one_device
+from testkit.device_runs.stream_runs import on_one_device
 from testkit.streams import DeviceRules, StreamNetwork, virtual_cuda
 from testkit.virtual_groups import VirtualNCCL
 from tests.unit_tests.faults.position.test_hosts_that_run_ahead import Kernel

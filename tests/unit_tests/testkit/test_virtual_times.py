@@ -17,19 +17,19 @@ from megatron_pp.plan.costs.stage_costs import Link, Network
 from megatron_pp.plan.ir.spec import BATCHED, ONE_QUEUE, PLAIN, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.runtime.executor import PlanExecutor
-from testkit.output_layer_runs import Case
-from testkit.stream_mutants import (
+from testkit.device_runs.stream_runs import on_one_device, plan_on_streams
+from testkit.device_runs.virtual_timelines import MESSAGE, SLOT, TimedStep, costs_of, timed_output_layer, timed_step
+from testkit.mutants.stream_mutants import (
     SendsOnComputeStream,
     TransfersOnComputeStream,
     WaitsAtOnce,
     forwards_on_the_side,
 )
-from testkit.stream_runs import on_one_device, plan_on_streams
 from testkit.streams import LATER_STEPS
 from testkit.streams.call_log import CallLog
 from testkit.streams.virtual_times import Timelines, timelines
 from testkit.sweeps import EXHAUSTIVE
-from testkit.virtual_timelines import MESSAGE, SLOT, TimedStep, costs_of, timed_output_layer, timed_step
+from testkit.thread_runs.output_layer_runs import Case
 
 FAMILIES = [name for name, family in SCHEDULES.items() if family.search is None and not family.barriers]
 SEARCHED = [name for name, family in SCHEDULES.items() if family.search is not None]

@@ -27,7 +27,7 @@ from megatron_pp.tracing.observers import message_bytes, nested
 from megatron_pp.tracing.recorder import Tracer
 from megatron_pp.tracing.run import load_run
 from megatron_pp.weight_grad import split_weight_grad
-from testkit.step_runs import pipeline
+from testkit.thread_runs.step_runs import pipeline
 
 HOUR = 3_600_000_000_000  # nanoseconds
 

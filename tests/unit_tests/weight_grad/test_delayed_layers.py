@@ -20,8 +20,8 @@ from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run
 from megatron_pp.weight_grad import check_wrappers, split_weight_grad, store, transformer_engine, unsplit_weight_grad
 from megatron_pp.weight_grad.transformer_engine import delays_weight_grad
+from testkit.stand_ins.transformer_engine_python import on_cpu
 from testkit.sweeps import EXHAUSTIVE
-from testkit.transformer_engine_python import on_cpu
 from tests.unit_tests.weight_grad.steps import run_split, with_main_grads
 
 # Importing it takes seconds: on one worker.

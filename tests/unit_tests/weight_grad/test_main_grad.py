@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_pp.errors import FusedWeightGradError
 from megatron_pp.weight_grad import WeightGradStore, fused_kernels, linear, split_weight_grad
 from megatron_pp.weight_grad.linear import add_weight_grad
-from testkit.transformer_engine_python import on_cpu as transformer_engine_on_cpu
+from testkit.stand_ins.transformer_engine_python import on_cpu as transformer_engine_on_cpu
 from tests.unit_tests.weight_grad.steps import run_split, with_main_grads
 
 MICROBATCHES = 3

@@ -29,7 +29,7 @@ from megatron_pp.testing.toy import (
     toy_forward_step,
 )
 from megatron_pp.weight_grad import WeightGradStore, split_weight_grad
-from testkit.step_runs import Rank, pipeline
+from testkit.thread_runs.step_runs import Rank, pipeline
 
 NAMED = [name for name, family in TOY_SCHEDULES.items() if family.search is None]
 SPLITTING = [name for name in NAMED if TOY_SCHEDULES[name].splits_weight]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_pp.errors import WeightGradError
 from megatron_pp.weight_grad import check_wrappers, split_weight_grad, unsplit_weight_grad
-from testkit.transformer_engine_python import on_cpu
+from testkit.stand_ins.transformer_engine_python import on_cpu
 from tests.unit_tests.weight_grad.steps import run_split, with_main_grads
 from tests.unit_tests.weight_grad.test_delayed_layers import (
     MICROBATCHES,

@@ -29,7 +29,7 @@ from megatron_pp.plan.ir.spec import DEVICE_RULES, DEVICE_SYNC, Plan, PlanSpec
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
 from testkit.autograd_thread import autograd_thread
-from testkit.nccl_runs import on_nccl
+from testkit.device_runs.nccl_runs import on_nccl
 from testkit.streams import DeviceRules, StreamNetwork
 from testkit.streams.device import current_device
 from testkit.streams.network import NO_MORE_RULES

@@ -25,7 +25,7 @@ from megatron_pp.faults.attach import close_guard, watched
 from megatron_pp.faults.causes.diagnosis import is_consequence, tail_of, text_of, type_name
 from megatron_pp.faults.store.records import MAX_TEXT
 from megatron_pp.testing.toy import ToyData, toy_forward_step
-from testkit.step_runs import Rank, pipeline
+from testkit.thread_runs.step_runs import Rank, pipeline
 
 SIZE, DATA = 2, ToyData(3)
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:11186"

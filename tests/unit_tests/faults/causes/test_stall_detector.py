@@ -31,7 +31,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.plan.ir.spec import PlanSpec
-from testkit.plan_text import placed
+from testkit.inputs.plan_text import placed
 
 TIMEOUT = 60.0
 HERE = "this machine"

@@ -27,7 +27,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks, toy_config
-from testkit.nccl_runs import on_nccl
+from testkit.device_runs.nccl_runs import on_nccl
 from testkit.streams import LATER_STEPS, StreamNetwork
 from testkit.streams.device import current_device
 from testkit.streams.timelines import Clock

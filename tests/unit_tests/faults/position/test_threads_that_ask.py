@@ -20,9 +20,9 @@ from megatron_pp.faults.store.records import Process
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.pipeline import placement_of, run_rank, toy_step
 from megatron_pp.testing.toy import ToyBlock, ToyData, toy_chunks
-from testkit.guard_mutants import InWatchdog, OnDeviceZero, ReportsMemory, WithInterpreterLock
-from testkit.nccl_runs import on_nccl
-from testkit.plan_text import save_plan, small_plan, with_programs
+from testkit.device_runs.nccl_runs import on_nccl
+from testkit.inputs.plan_text import save_plan, small_plan, with_programs
+from testkit.mutants.guard_mutants import InWatchdog, OnDeviceZero, ReportsMemory, WithInterpreterLock
 from testkit.streams import DeviceRules, StreamNetwork
 from tests.unit_tests.faults.position.test_hosts_that_run_ahead import SECONDS, SIZE, Job, Raised, eventually, kill
 from tests.unit_tests.testkit.test_first_launches import GIS_H

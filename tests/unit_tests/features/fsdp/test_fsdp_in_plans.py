@@ -40,9 +40,9 @@ from megatron_pp.tools.draw.figures import as_svg, figure
 from megatron_pp.tools.draw.html import render_html
 from megatron_pp.tools.draw.text import render_text
 from megatron_pp.tools.draw.timeline import simulated_timeline
-from testkit import plan_text
-from testkit.drawn_specs import drawn_spec
-from testkit.plan_text import edited, rows
+from testkit.inputs import plan_text
+from testkit.inputs.drawn_specs import drawn_spec
+from testkit.inputs.plan_text import edited, rows
 
 GATHER = 1.0  # of a stage, as long as its forward
 

@@ -15,7 +15,7 @@ from megatron_pp.features.modules.modules_text import graphs_in
 from megatron_pp.features.modules.modules_verify import verify_modules
 from megatron_pp.plan.io.serialize import format_plan, load_plan, parse_plan
 from megatron_pp.plan.ir.spec import ONE_QUEUE
-from testkit.module_grids import encoders_before, module_on
+from testkit.models.module_grids import encoders_before, module_on
 from tests.unit_tests.features.modules.test_modules_plan import GRAPHS
 
 FEWER_CHUNKS = graphs_in("vision*0.1/0.3=1; llm#5=1,0; vision>llm")[0]

@@ -25,7 +25,7 @@ from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.ir.instruction import BACKWARD, COMPUTE_OPS, FORWARD, SYNC_OPS, placed
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ON_NCCL, ONE_QUEUE, STATIC_BUFFERS, Plan
 from megatron_pp.plan.simulate.simulator import simulate
-from testkit.module_grids import encoders_before, module_on
+from testkit.models.module_grids import encoders_before, module_on
 
 TWO = encoders_before(module_on("llm", 1), module_on("vision"))[0]
 BOTH_ON_ONE = encoders_before(module_on("llm", 1), module_on("vision"), module_on("audio"))[0]

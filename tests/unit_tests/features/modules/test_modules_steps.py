@@ -15,7 +15,7 @@ from megatron_pp.features.modules.modules_step import ModulesPipeline, forward_b
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork, PoisoningNetwork, ShuffledNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
-from testkit.module_models import RankModel, Setup, config_of, forward_step, in_one_process
+from testkit.models.module_models import RankModel, Setup, config_of, forward_step, in_one_process
 from testkit.streams import StreamNetwork, StreamReport, virtual_cuda
 from tests.functional_tests.numbers.several_modules import SETUPS, assert_equal, steps_of
 

@@ -24,8 +24,8 @@ from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.planner import auto
-from testkit import plan_text
-from testkit.plan_text import rows
+from testkit.inputs import plan_text
+from testkit.inputs.plan_text import rows
 
 COPIES = (OFFLOAD, FREE_OFFLOAD, LOAD, WAIT_LOAD)
 

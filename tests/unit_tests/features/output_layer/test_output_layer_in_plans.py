@@ -19,8 +19,8 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.memory import ModelShape, peak_bytes, rank_memory
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from testkit.plan_mutants import mutants
-from testkit.plan_text import edited, refusal
+from testkit.inputs.plan_text import edited, refusal
+from testkit.mutants.plan_mutants import mutants
 
 MICROBATCHES_MORE = {"vocab_1f1b": 1, "vocab_1f1b_alg1": 2}  # than 1F1B
 NAMES = sorted(MICROBATCHES_MORE)

@@ -21,9 +21,9 @@ from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.toy import ToyResult, merged
 from megatron_pp.weight_grad import split_weight_grad
-from testkit import packings
-from testkit.packings import SCHEDULES, SIZE, PackedRank, drawn, one_process, run_pipelines, summed
 from testkit.sweeps import EXHAUSTIVE
+from testkit.thread_runs import packings
+from testkit.thread_runs.packings import SCHEDULES, SIZE, PackedRank, drawn, one_process, run_pipelines, summed
 
 
 def trained(pipelines: int, num_chunks: int, step: PackedStep, size: int = SIZE, **fields: Any) -> list[ToyResult]:

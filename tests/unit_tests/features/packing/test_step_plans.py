@@ -26,7 +26,7 @@ from megatron_pp.runtime import run_step as step_module
 from megatron_pp.runtime.step import Step
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import ToyBlock, ToyResult
-from testkit.toy_training import train_toy
+from testkit.thread_runs.toy_training import train_toy
 
 EQUAL, ONE_LONG, ONE_SHORT = [1.0] * 6, [1.0, 4.1, 1.0, 1.0, 1.0, 1.0], [1.0] * 5 + [0.5]
 Before = Callable[[int, int, Any], None]

@@ -27,7 +27,7 @@ from megatron_pp.plan.ir.spec import EXPLICIT, Plan, PlanSpec
 from megatron_pp.plan.lower.clock import run_clock
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from testkit.plan_text import placed, refusal, rows
+from testkit.inputs.plan_text import placed, refusal, rows
 
 
 def pairs_in(program: Sequence[Instruction]) -> int:

@@ -31,7 +31,7 @@ from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from testkit.plan_text import edited, refusal, rows
+from testkit.inputs.plan_text import edited, refusal, rows
 
 # -- counts and routes ---
 

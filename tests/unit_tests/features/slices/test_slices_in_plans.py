@@ -20,7 +20,7 @@ from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.simulate.memory import FULL, ModelShape, rank_memory
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from testkit.plan_text import edited, index_of, refusal, rows
+from testkit.inputs.plan_text import edited, index_of, refusal, rows
 
 
 @pytest.mark.parametrize(("size", "microbatches", "slices"), [(8, 4, 1), (8, 4, 8), (4, 2, 3), (1, 2, 4)])

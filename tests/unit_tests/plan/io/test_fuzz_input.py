@@ -42,8 +42,8 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.tracing.files import RunHeader, StepRecord, header_line, plan_line, step_line, sync_line
 from megatron_pp.tracing.run import load_run
-from testkit.forged import sealed
-from testkit.mutation import DEEP, mutated_bytes, mutated_json, mutated_text
+from testkit.inputs.forged import sealed
+from testkit.inputs.mutation import DEEP, mutated_bytes, mutated_json, mutated_text
 from tests.unit_tests.examples.test_training_checkpoint import (
     DESCRIPTION,
     LAYOUT,

@@ -21,8 +21,8 @@ from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData
 from megatron_pp.tools.cli.command_line import main
-from testkit.mutation import mutated_json, mutated_text
-from testkit.plan_text import placed
+from testkit.inputs.mutation import mutated_json, mutated_text
+from testkit.inputs.plan_text import placed
 from testkit.sweeps import EXHAUSTIVE
 
 PLANS = [build_plan(PlanSpec(*size)) for size in (("1f1b", 2, 1, 4), ("zb_v", 2, 2, 4), ("zb_h1", 1, 1, 2))]

@@ -15,8 +15,8 @@ from megatron_pp.plan.ir.instruction import POST_OPS, SINGLE_COMPUTE_OPS, each, 
 from megatron_pp.plan.ir.spec import POLICIES
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.verify.verifier import verify
-from testkit.make_torch_csv import write_files
-from testkit.plan_text import small_plan
+from testkit.inputs.make_torch_csv import write_files
+from testkit.inputs.plan_text import small_plan
 from testkit.processes import run_processes
 
 TORCH_SCHEDULES = {

@@ -23,7 +23,7 @@ from megatron_pp.runtime.executor import Shapes
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run
 from megatron_pp.weight_grad import split_weight_grad
-from testkit.plan_text import edited, save_plan
+from testkit.inputs.plan_text import edited, save_plan
 
 FORMS = {"json": "json", "torch-csv": "csv", "torch-csv-comms": "csv", "torch-csv-waits": "csv"}
 

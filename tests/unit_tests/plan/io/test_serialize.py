@@ -12,7 +12,7 @@ from megatron_pp.plan.costs import files
 from megatron_pp.plan.costs.files import write_whole
 from megatron_pp.plan.io.serialize import format_plan, load_plan, parse_plan
 from megatron_pp.plan.ir.instruction import Instruction
-from testkit.plan_text import save_plan, small_plan
+from testkit.inputs.plan_text import save_plan, small_plan
 
 
 def test_files_round_trip_and_leave_nothing_beside_them(tmp_path):

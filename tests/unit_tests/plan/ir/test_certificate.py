@@ -17,7 +17,7 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.runtime.log_once import certify_once
 from megatron_pp.tracing.files import plan_line
-from testkit.plan_text import edited
+from testkit.inputs.plan_text import edited
 
 
 def test_a_plan_that_is_built_has_a_certificate():

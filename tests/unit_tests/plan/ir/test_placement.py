@@ -11,7 +11,7 @@ from megatron_pp import PlanError, build_plan, stage_numbers
 from megatron_pp.plan.ir.placement import LOOP, PLACEMENTS, V_SHAPE, Placement
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from testkit.plan_text import save_plan
+from testkit.inputs.plan_text import save_plan
 
 
 @pytest.mark.parametrize("kind", PLACEMENTS)

@@ -27,8 +27,8 @@ from megatron_pp.plan.ir.spec import (
 from megatron_pp.plan.lower.clock import run_clock
 from megatron_pp.plan.orders import SCHEDULES, find_family
 from megatron_pp.plan.verify.lifetime import LifetimeWalk
-from testkit.device_waits import hanging_waits, stopped
-from testkit.plan_text import index_of
+from testkit.device_runs.device_waits import hanging_waits, stopped
+from testkit.inputs.plan_text import index_of
 
 
 def lines(*args: int | str, **fields: object) -> list[str]:

@@ -22,7 +22,7 @@ from megatron_pp.plan.orders import SCHEDULES, register
 from megatron_pp.plan.orders.family import Order, every_microbatch
 from megatron_pp.plan.orders.one_chunk import one_f_one_b
 from megatron_pp.plan.verify.verifier import verify
-from testkit.plan_mutants import mutants, steady_block
+from testkit.mutants.plan_mutants import mutants, steady_block
 from testkit.sweeps import EXHAUSTIVE
 
 REPEATING = [name for name, family in SCHEDULES.items() if family.repeats is not None]

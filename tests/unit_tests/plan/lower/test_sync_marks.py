@@ -30,7 +30,7 @@ from megatron_pp.plan.ir.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.verify.lifetime import check_rank
 from megatron_pp.plan.verify.verifier import verify
-from testkit.plan_text import with_programs
+from testkit.inputs.plan_text import with_programs
 from testkit.sweeps import EXHAUSTIVE
 
 GRAD_MARKS = (ENABLE_GRAD_SYNC, GRAD_SYNC)

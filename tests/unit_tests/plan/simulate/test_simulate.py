@@ -21,7 +21,7 @@ from megatron_pp.plan.orders import SCHEDULES, find_family
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.simulate.steady import counts_on_bypass, in_a_row, longest_span, steady_step
 from megatron_pp.plan.verify.rendezvous import check_rendezvous
-from testkit.plan_text import edited, placed, with_programs
+from testkit.inputs.plan_text import edited, placed, with_programs
 
 UNIT_COSTS = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "breadth_first": 2}
 

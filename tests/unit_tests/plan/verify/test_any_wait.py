@@ -33,7 +33,7 @@ from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.queues import Entry
 from megatron_pp.plan.verify.rendezvous import RendezvousRun, check_rendezvous
 from megatron_pp.plan.verify.verifier import verify
-from testkit.plan_text import edited, refusal
+from testkit.inputs.plan_text import edited, refusal
 
 NAMED = [name for name, family in SCHEDULES.items() if family.search is None]
 POSTED_AHEAD = (ONE_QUEUE,)

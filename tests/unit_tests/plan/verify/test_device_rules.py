@@ -39,7 +39,7 @@ from megatron_pp.plan.orders.family import Order
 from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from testkit.plan_text import edited, refusal, with_programs
+from testkit.inputs.plan_text import edited, refusal, with_programs
 
 # -- one hardware queue -----------------------------------------------------------------------------------------------
 

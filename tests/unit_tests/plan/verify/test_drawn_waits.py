@@ -11,8 +11,8 @@ from megatron_pp.errors import PlanError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import ON_NCCL, ONE_QUEUE, OVERLAP, STATIC_BUFFERS, Plan, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from testkit.drawn_specs import NAMED, drawn_spec
-from testkit.drawn_waits import check_with_waits, drawn_waits
+from testkit.device_runs.drawn_waits import check_with_waits, drawn_waits
+from testkit.inputs.drawn_specs import NAMED, drawn_spec
 from testkit.sweeps import EXHAUSTIVE
 
 SHARES = (0.02, 0.05, 0.1, 0.3, 1.0)

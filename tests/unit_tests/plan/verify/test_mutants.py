@@ -21,9 +21,9 @@ from megatron_pp.plan.ir.spec import CHANNELS, EXPLICIT, HOOKS, POLICIES, Plan, 
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyResult, reference_run
-from testkit.plan_mutants import KINDS, mutants
-from testkit.race_support import exact_block, exact_data, network_for, run_plan
+from testkit.mutants.plan_mutants import KINDS, mutants
 from testkit.sweeps import EXHAUSTIVE
+from testkit.thread_runs.race_support import exact_block, exact_data, network_for, run_plan
 
 MICROBATCHES = 4
 

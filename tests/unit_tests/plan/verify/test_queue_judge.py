@@ -23,9 +23,9 @@ from megatron_pp.plan.ir.spec import ANY_WAIT, BATCHED, ON_NCCL, ONE_QUEUE, PLAI
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.tools.cli import main
-from testkit import queue_judge
-from testkit.plan_text import edited
-from testkit.queue_judge import INSTRUCTIONS, OPERATIONS, Judge
+from testkit.inputs.plan_text import edited
+from testkit.judges import queue_judge
+from testkit.judges.queue_judge import INSTRUCTIONS, OPERATIONS, Judge
 from testkit.sweeps import EXHAUSTIVE
 
 FAMILIES = [name for name, family in SCHEDULES.items() if family.search is None]

@@ -11,7 +11,7 @@ import pytest
 from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.ir.spec import EXPLICIT, Plan, PlanSpec
 from megatron_pp.plan.verify.verifier import verify
-from testkit.plan_text import edited, refusal, rows, with_programs
+from testkit.inputs.plan_text import edited, refusal, rows, with_programs
 
 # -- accepts ----------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import ON_NCCL, PlanSpec
 from megatron_pp.tools.cli.command_line import main
-from testkit.plan_text import save_plan
+from testkit.inputs.plan_text import save_plan
 
 MODEL = ["--layers", "16", "--hidden-size", "1024", "--seq-length", "1024", "--vocab-size", "32000"]
 

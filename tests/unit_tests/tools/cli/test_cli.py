@@ -21,7 +21,7 @@ from megatron_pp.tools.advise import pipeline_search
 from megatron_pp.tools.cli import command_line, verify
 from megatron_pp.tools.cli.command_line import main
 from megatron_pp.tools.cli.terminal import print_table
-from testkit.plan_text import edited, placed, save_plan
+from testkit.inputs.plan_text import edited, placed, save_plan
 from tests.unit_tests.tools.cli.conftest import assert_refused
 
 # --- plan

@@ -7,7 +7,7 @@ import pytest
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.io.serialize import JSON, format_plan
 from megatron_pp.plan.ir.spec import ON_NCCL, PlanSpec
-from testkit.plan_text import edited
+from testkit.inputs.plan_text import edited
 
 ORDER = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 PLAN = build_plan(PlanSpec("1f1b", 2, 1, 2, device=ON_NCCL))

@@ -8,7 +8,7 @@ from string import Template
 
 import pytest
 
-from testkit.plan_text import rows
+from testkit.inputs.plan_text import rows
 from tests.unit_tests.tools.cli.conftest import assert_refused
 
 # Command line | parts of what is said

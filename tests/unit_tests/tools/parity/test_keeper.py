@@ -16,7 +16,7 @@ from megatron_pp.errors import ConfigError
 from megatron_pp.tools.parity.keeper import Workplace, work_apart
 from megatron_pp.tools.parity.process_tree import descendants
 from megatron_pp.tools.parity.processes import RunError
-from testkit.ends import as_in_the_foreground
+from testkit.faults.ends import as_in_the_foreground
 from tests.conftest import PROJECT_ROOT
 
 WHAT = "importing what train.py imports"

@@ -10,7 +10,7 @@ import pytest
 from megatron_pp.faults.store.fault_store import FaultStore
 from megatron_pp.faults.store.records import Entry
 from megatron_pp.testing.toy import ToyData
-from testkit.step_runs import Rank, pipeline
+from testkit.thread_runs.step_runs import Rank, pipeline
 
 
 class Call(NamedTuple):

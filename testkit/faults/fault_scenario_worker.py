@@ -16,8 +16,8 @@ from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.communicators import close_communicators
 from megatron_pp.testing.toy import ToyBlock, ToyData, ToyResult, reference_run
 from megatron_pp.weight_grad import split_weight_grad
-from testkit.fault_injection import FaultyBlock, Trigger, faulty_iterator
-from testkit.fault_scenarios import Episode, Report, resident_bytes
+from testkit.faults.fault_injection import FaultyBlock, Trigger, faulty_iterator
+from testkit.faults.fault_scenarios import Episode, Report, resident_bytes
 from testkit.process_ranks import rank_of
 
 

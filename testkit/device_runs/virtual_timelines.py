@@ -22,11 +22,11 @@ from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.runtime.executor import PlanExecutor
 from megatron_pp.testing.toy import HIDDEN
-from testkit.output_layer_runs import BATCH, SEQ, Case, step_on_nccl
-from testkit.stream_runs import for_nccl, plan_on_streams
+from testkit.device_runs.stream_runs import for_nccl, plan_on_streams
 from testkit.streams import LATER_STEPS, StreamReport
 from testkit.streams.call_log import CallLog
 from testkit.streams.virtual_times import Timelines, durations_of, timelines
+from testkit.thread_runs.output_layer_runs import BATCH, SEQ, Case, step_on_nccl
 
 SLOT = 1.0
 MESSAGE = 0.23  # of which the last 0.03 are latency

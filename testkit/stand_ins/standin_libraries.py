@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from testkit.transformer_engine_python import on_cpu
+from testkit.stand_ins.transformer_engine_python import on_cpu
 
 FUSED_ADAM = """
 import torch

@@ -12,7 +12,7 @@ import torch
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup
-from testkit.step_runs import Rank, pipeline
+from testkit.thread_runs.step_runs import Rank, pipeline
 
 SHAPE = (3, 2, 4)
 # How messages travel: each of these must give the same results.

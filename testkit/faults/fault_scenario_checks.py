@@ -11,8 +11,8 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.dataflow import message_of
 from megatron_pp.plan.ir.instruction import FREE_B, FREE_F, WAIT_B, WAIT_F, Instruction
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN, Plan, PlanSpec
-from testkit.fault_injection import DELAY, HOLD, KILL, MEMORY, OWN_ERRORS, SHAPE, STOP, Fault
-from testkit.fault_scenarios import Episode, Report, Resources
+from testkit.faults.fault_injection import DELAY, HOLD, KILL, MEMORY, OWN_ERRORS, SHAPE, STOP, Fault
+from testkit.faults.fault_scenarios import Episode, Report, Resources
 
 # Seconds within which the other ranks are to know.
 EXCEPTION_SECONDS = 5.0

@@ -16,9 +16,9 @@ from megatron_pp.runtime.run_step import ranges_if_profiling
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyData, ToyResult, reference_run
-from testkit.race_support import exact_data, run_plan
 from testkit.streams import DeviceRules, StreamNetwork, StreamReport, check_streams, virtual_cuda
 from testkit.streams.network import NO_MORE_RULES
+from testkit.thread_runs.race_support import exact_data, run_plan
 
 POLICIES: dict[str, dict[str, Any]] = {
     "overlap": {"overlap_p2p_comm": True},

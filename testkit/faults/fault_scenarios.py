@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_pp.faults.causes.stall_detector import STOPPED_SECONDS
 from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
-from testkit.fault_injection import KILL, STOP, Fault
+from testkit.faults.fault_injection import KILL, STOP, Fault
 from testkit.rank_processes import DIED, RankProcesses, RanksTimedOutError
 
 _START_SECONDS = 120.0
@@ -200,7 +200,7 @@ def _work(pipe: Connection, rank: int, size: int, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from testkit.fault_scenario_worker import run_episode
+    from testkit.faults.fault_scenario_worker import run_episode
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 from megatron_pp.tools.parity.cpu_stand_in import triton_stand_in
-from testkit.transformer_engine_torch import Extension
+from testkit.stand_ins.transformer_engine_torch import Extension
 
 FOLDER = Path(sys.prefix) / "transformer_engine_python"
 _ENVIRONMENT = {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}  # without libraries and compiled activations

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import ToyBlock, ToyResult, merged
 from megatron_pp.weight_grad import split_weight_grad
-from testkit.step_runs import Rank, pipeline
+from testkit.thread_runs.step_runs import Rank, pipeline
 
 
 def train_toy(

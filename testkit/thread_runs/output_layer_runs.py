@@ -16,9 +16,9 @@ from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import HIDDEN, ToyBlock
-from testkit.step_runs import P2PCommunicator, ThreadGroup, toy_config
 from testkit.streams import StreamNetwork, StreamReport, virtual_cuda
 from testkit.streams.call_log import CallLog
+from testkit.thread_runs.step_runs import P2PCommunicator, ThreadGroup, toy_config
 from testkit.virtual_groups import process_group, virtual_distributed
 
 SEQ, BATCH = 3, 2

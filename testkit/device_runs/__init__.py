@@ -1,0 +1,1 @@
+"""Steps of the engine on virtual devices, and instructions that wait for a device."""

@@ -1,0 +1,1 @@
+"""Plans and files that tests draw, change, forge or get from PyTorch."""
