@@ -66,6 +66,11 @@ class Host:
         inputs = self.inputs
         return () if settings.shapes_vary else (inputs.seq_length, inputs.micro_batch_size, inputs.decoder_seq_length)
 
+    def shapes_compared(self, settings: StepSettings, group: Any) -> tuple[Any, ...]:
+        """Shapes of messages that depend on more than the step's settings and what ``compared`` gives. Called only if
+        all of that is as in an earlier call, or has been checked."""
+        return ()
+
     def step_number(self, settings: StepSettings) -> int | None:
         """The program's own number of the step, which all ranks compare; None if it gives none."""
         return settings.given_step_number()

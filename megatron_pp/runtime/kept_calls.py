@@ -61,7 +61,10 @@ class Read:
         self._types = tuple(kind if kind in _PLAIN else _Same(kind) for kind in map(type, values))
 
     def __eq__(self, other: Any) -> bool:
-        return type(other) is self._kind and self._values == tuple(other) and self._types == tuple(map(type, other))
+        """Types come first: an array compares its elements, also with None."""
+        if type(other) is not self._kind or self._types != tuple(map(type, other)):
+            return False
+        return self._values == tuple(other)
 
 
 def _weakly(value: Any) -> Any:
@@ -76,29 +79,37 @@ class Kept(NamedTuple):
 
     settings: Read
     others: Read
+    shapes: Read
     communicator: weakref.ref[P2PCore] | None
     found: dict[str, Any]
 
 
-def keep(host: Host, step: Step) -> None:
-    """Keep ``step`` for later calls, unless something has a part in each call: an observer, a feature, a converted
-    model, times that were measured, a schedule file, or a function that gives shapes."""
+def to_keep(host: Host, step: Step) -> Kept | None:
+    """What later calls may take over of ``step``. It is read before the step runs, because hooks may change what the
+    next call reads. None if something has a part in each call: an observer, a feature, a converted model, times that
+    were measured, a schedule file, or a function that gives shapes."""
     spec, inputs = step.spec, step.inputs
     parts = step.observers, step.weights, step.microbatch_costs, step.of_rank.has_features, spec.measured, spec.digest
     if not host.keeps_calls or any(parts) or inputs.adjust_tensor_shapes_fn is not None or _has_models_of_features():
-        return
+        return None
     group = pipeline_group(inputs, host.alone)
     if group is not step.communicator.pp_group:  # one rank of a pipeline, without the others
-        return
-    known = _CALLS.get(inputs.chunks[0]) or []
+        return None
+    known = _CALLS.get(inputs.chunks[0]) or ()
+    others, shapes = _others(host, step.settings, group), host.shapes_compared(step.settings, group)
     try:
         read = next((one.settings for one in known if one.settings == step.settings), None) or Read(step.settings)
-        others = Read(_others(host, step.settings, group))
+        compared = read, Read(others), Read(shapes)
     except TypeError:
-        return
+        return None
     communicator = None if group is None else weakref.ref(step.communicator)
     found = {name: value for name, value in vars(step).items() if name not in _OF_ONE_CALL} | {"is_known": True}
-    _CALLS[inputs.chunks[0]] = [Kept(read, others, communicator, found), *known[: _MOST - 1]]
+    return Kept(*compared, communicator, found)
+
+
+def keep(model: Any, call: Kept) -> None:
+    """Keep ``call``, whose step has run, for later calls. ``model``: its first chunk."""
+    _CALLS[model] = [call, *(_CALLS.get(model) or ())[: _MOST - 1]]
 
 
 def taken_over(host: Host, settings: StepSettings) -> Step | None:
@@ -111,7 +122,9 @@ def taken_over(host: Host, settings: StepSettings) -> Step | None:
         return None
     group = pipeline_group(inputs, host.alone)
     others = _others(host, settings, group)
-    kept = next((one for one in same if one.others == others), None)
+    same = [one for one in same if one.others == others]
+    shapes = host.shapes_compared(settings, group) if same else ()  # of lengths that an earlier call has checked
+    kept = next((one for one in same if one.shapes == shapes), None)
     communicator = None if kept is None else _communicator_of(kept, host, settings, group)
     if kept is None or communicator is None:
         return None
@@ -143,7 +156,8 @@ def _has_models_of_features() -> bool:
 
 
 def _communicator_of(kept: Kept, host: Host, settings: StepSettings, group: Any) -> P2PCore | None:
-    """The communicator of the pipeline; None where that is another one now, or one of its group has failed."""
+    """The communicator of the pipeline; None where that is another one now, one of its group has failed, or a group has
+    been destroyed, whose communicators the call then closes."""
     if kept.communicator is None:
         from megatron_pp.runtime.alone import lone_communicator
 
@@ -151,6 +165,7 @@ def _communicator_of(kept: Kept, host: Host, settings: StepSettings, group: Any)
     found, given = kept.communicator(), host.inputs.p2p_communicator
     if isinstance(given, P2PCore):
         return found if found is given else None
-    made = list((KEPT.get(group) or {}).values())
-    is_open = found in made and not any(one.closed or one.transport.is_gone() for one in made)
-    return found if is_open else None
+    known = [(whose, one) for whose, made in KEPT.items() for one in list(made.values())]
+    if any(one.transport.is_gone() or (whose is group and one.closed) for whose, one in known):
+        return None
+    return found if any(one is found for _, one in known) else None

@@ -162,6 +162,7 @@ def communicator_of(request: StepRequest, group: Any) -> P2PCore:
 def run_step(step: Step, host: Host) -> list[Any]:
     """The whole step. Returns what the loss function reported."""
     communicator, observers, plan = step.communicator, step.observers, step.of_rank.plan
+    to_keep = None if step.is_known else kept_calls.to_keep(host, step)
     host.begin(step)
     for observer in observers:
         plan = observer.next_plan(step, plan)
@@ -192,8 +193,8 @@ def run_step(step: Step, host: Host) -> list[Any]:
         host.finish(step, steps)
         for observer in observers:
             observer.after_step(step, plan, guard)
-    if not step.is_known:
-        kept_calls.keep(host, step)
+    if to_keep is not None:
+        kept_calls.keep(step.inputs.chunks[0], to_keep)
     data: list[Any] = steps.record.data
     return data
 

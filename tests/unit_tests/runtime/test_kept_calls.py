@@ -6,16 +6,23 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_pp import schedules
 from megatron_pp.runtime import kept_calls
+from megatron_pp.runtime.communicators import KEPT, close_communicators
 from megatron_pp.runtime.kept_calls import Read
+from megatron_pp.runtime.log_once import logger
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.runtime.step import Step
 from megatron_pp.schedules import forward_backward_no_pipelining
@@ -81,6 +88,48 @@ def test_a_setting_that_is_part_of_each_call(monkeypatch: pytest.MonkeyPatch, tm
     assert list(tmp_path.rglob("*.json*"))
 
 
+def test_costs_from_the_second_call_on_may_be_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy compares its elements, also with None."""
+    program = Program(monkeypatch)
+    assert [program.call() for _ in range(2)] == [False, True]
+    program.config.microbatch_costs = np.ones(4)
+    assert not program.call()
+    assert program.steps[-1].microbatch_costs == (1.0,) * 4
+
+
+def test_what_a_step_changes_is_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the level from which plans are logged."""
+    program, before = Program(monkeypatch), logger.level
+    program.config.finalize_model_grads_func = lambda *_: logger.setLevel(logging.INFO)
+    logger.setLevel(logging.WARNING)
+    try:
+        assert [program.call() for _ in range(3)] == [False, False, True]
+    finally:
+        logger.setLevel(before)
+
+
+@pytest.fixture
+def groups() -> Iterator[list[dist.ProcessGroup]]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield [dist.new_group([0]) for _ in range(2)]
+    close_communicators()
+    dist.destroy_process_group()
+
+
+def test_the_communicator_of_a_destroyed_group_is_closed(
+    monkeypatch: pytest.MonkeyPatch, groups: list[dist.ProcessGroup]
+) -> None:
+    """By the next call in any pipeline: nothing else may ever be called in that of the group."""
+    programs = [(Program(monkeypatch), {"pg_collection": SimpleNamespace(pp=group)}) for group in groups]
+    (one, of_one), (other, of_other) = programs
+    one.steps = other.steps
+    assert [one.call(**of_one), other.call(**of_other), other.call(**of_other)] == [False, False, True]
+    dist.destroy_process_group(groups[0])
+    other.call(**of_other)
+    assert [group for group, _ in KEPT.items()] == [groups[1]]
+    assert other.call(**of_other)
+
+
 def test_nothing_of_the_program_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(monkeypatch)
 
@@ -106,7 +155,10 @@ def test_nothing_of_the_program_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(1, True), (1, 1.0), (0, False), (None, 0), ("a", "b"), ([1], [1.0]), ([1], (1,)), ([1], [1, 2]), (print, None)],
+    [
+        *((1, True), (1, 1.0), (0, False), (None, 0), ("a", "b"), ([1], [1.0]), ([1], (1,)), ([1], [1, 2])),
+        *((print, None), (None, np.ones(2)), (1, np.ones(2)), (torch.ones(2), np.ones(2))),
+    ],
 )
 def test_values_that_differ(one: Any, other: Any) -> None:
     assert Read([one]) == [one]

@@ -134,15 +134,17 @@ class MegatronHost(Host):
             raise ScheduleInputError(why_not)
 
     def compared(self, settings: StepSettings, group: Any) -> tuple[Any, ...]:
-        """Shapes too: the release, or what the program has put around its function, may read more of the config."""
+        return *super().compared(settings, group), self.megatron, self.installed, self.joins
+
+    def shapes_compared(self, settings: StepSettings, group: Any) -> tuple[Any, ...]:
+        """The release, or what the program has put around its function, may read more of the config."""
         sides: list[dict[str, Any]] = [{}]
         if settings.shapes_vary or self.alone or group.size() == 1:
             sides = []
         elif takes_side(self.megatron.schedules.get_tensor_shapes):
             asked = (group.rank() > 0,) if self.inputs.chunked else (True, False)
             sides = [{"pp_group": group, "is_recv": one} for one in asked]
-        shapes = [self.ask(self.overridden_config, **side) for side in sides]
-        return *super().compared(settings, group), self.megatron, self.installed, self.joins, *shapes
+        return tuple(self.ask(self.overridden_config, **side) for side in sides)
 
     def weight_store(self, settings: StepSettings) -> WeightGradStore | None:
         """Converts the chunks before their first training step on a schedule that splits backwards. Raises
