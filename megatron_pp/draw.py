@@ -1,4 +1,4 @@
-"""Timelines as pictures, for programs and notebooks: the public names of ``tools/draw``."""
+"""Draws timelines in programs and notebooks. These are the public names of ``tools/draw``."""
 
 from megatron_pp.tools.draw import Point, Timeline, figure, front, png, render_html, simulated_timeline, svg
 

@@ -1,4 +1,4 @@
-"""Does a parallel layout compute what one process does? The public names of ``tools/parity``, for tests of a model."""
+"""Tests whether a parallel layout of a model computes the same as one process: the public names of ``tools/parity``."""
 
 from megatron_pp.tools.parity.models import Pipeline, assert_equal, assert_within_rounding, compare
 

@@ -2,11 +2,14 @@
 
 Each term holds for every plan, so the largest term is a bound:
 
-critical path     One microbatch goes forward through all stages and back. Operations of one stage take turns, so the
-                  k-th microbatch comes at least k times the slowest stage later.
-work of a rank    A rank's operations take turns. Each has a shortest path to it (the warm-up) and from it to the end of
-                  the step (the drain). ``least_end`` is the best preemptive schedule of such jobs on one machine.
-link a to b       The messages of a directed link take turns on the wire in the same way.
+critical path     One microbatch goes forward through all stages and back. Operations of one stage run one after
+another,
+                  so the k-th microbatch is later by at least k times the slowest stage.
+work of a rank    A rank's operations run one after another. An operation has a shortest path to it (the warm-up) and
+from
+                  it to the end of the step (the drain). ``least_end`` is the best preemptive schedule of such jobs on
+                  one machine.
+link a to b       The messages of a directed link pass the wire one after another, in the same way.
 memory            The memory limit makes forwards wait for earlier backwards and W, which gives more paths
                   (``bound_work.py``).
 memory of rank r  Its work with these paths before and behind it. Before its first backwards and after its last ones the
@@ -14,8 +17,8 @@ memory of rank r  Its work with these paths before and behind it. Before its fir
                   paths for all ranks. If a forward leaves no room for anything else, the rank has nothing else to do
                   until that microbatch comes back.
 
-Microbatches are alike. If sequences are cut into slices, every slice counts as the cheapest one on paths, and memory is
-left out.
+The bound is for microbatches of equal cost. If sequences are cut into slices, a slice counts on paths as the cheapest
+slice, and the memory terms are left out.
 """
 
 from __future__ import annotations
@@ -43,10 +46,11 @@ class Job(NamedTuple):
 
 
 def least_end(jobs: Iterable[Job]) -> float:
-    """The earliest time at which the last tail can be over if jobs may be interrupted; 0 without jobs.
+    """The earliest time at which all tails can be over if jobs may be interrupted; 0 without jobs.
 
-    Jackson's preemptive schedule is the best one with interruptions. It always runs the job with the longest tail, of
-    those that can start (Carlier 1982, "The one-machine sequencing problem").
+    Jackson's preemptive schedule is the best schedule with interruptions. Of the jobs that can start, it always runs
+    the
+    job with the longest tail (Carlier 1982, "The one-machine sequencing problem").
     """
     waiting: list[tuple[float, float]] = []  # (-tail, time left)
     now = end = 0.0
@@ -71,7 +75,7 @@ def least_end(jobs: Iterable[Job]) -> float:
 
 CRITICAL_PATH = "critical path"
 MEMORY = "memory"
-_CLOSE = 1e-9  # share of a time: the rounding of sums
+_CLOSE = 1e-9  # relative error by rounding of sums
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Bound:
     """A lower bound: no plan takes less time.
 
     step    time of a step, in the unit of the costs
-    reason  the term that gives it: critical path, work of rank r, link a to b, memory, memory of rank r
+    reason  the largest term: critical path, work of rank r, link a to b, memory, memory of rank r
     terms   every term with its time
     """
 
@@ -93,7 +97,7 @@ class Bound:
         return 0.0 if abs(excess) < _CLOSE else excess
 
     def of_step(self, step: float) -> Bound:
-        """The same bound, or ``step`` if that is shorter only by rounding, because its sums were in another order."""
+        """The same bound; or ``step``, if it is shorter than the bound only by rounding of sums in another order."""
         return replace(self, step=step) if step < self.step <= step * (1 + _CLOSE) else self
 
     def beside(self, step: float, unit: str = "") -> str:
@@ -121,7 +125,7 @@ def lower_bound(
     if costs.num_stages != placement.num_stages:
         raise PlanError(f"costs are given for {costs.num_stages} stages; the placement has {placement.num_stages}")
     if costs.microbatches:
-        raise PlanError("a bound is for microbatches that cost the same; leave StageCosts.microbatches out")
+        raise PlanError("a bound needs microbatches of equal cost; leave StageCosts.microbatches out")
     costs = costs.placed(placement)
     times = StageTimes.of(placement, costs, network, split, forward_only, slices)
     rounds = num_microbatches if slices == 1 else 1

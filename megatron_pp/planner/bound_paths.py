@@ -1,8 +1,8 @@
 """Longest paths through a step: how early each operation can start, and how much time must still follow.
 
-The microbatches of a stage are alike, so its operations are numbered in the order in which they run: the k-th forward
-starts after k + 1 forwards of the stage before have ended, and the k-th backward after the stage's own k-th forward. So
-paths hold for every order of microbatches.
+The microbatches of a stage have equal costs, so its operations are numbered in the order in which they run. The k-th
+forward starts after k + 1 forwards of the stage before have ended, and the k-th backward after the stage's own k-th
+forward. So the paths hold for every order of microbatches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StageTimes:
     rest       the rest of the microbatch's backward work, of B or I + W, whichever is less
     output     from the start of a forward to the output's arrival at the next stage
     gradient   from the start of a backward to the input gradient's arrival at the stage before
-    early      the time by which a gradient may go out before the end of its backward's work (within a pair)
+    early      how long before the end of its backward's work a gradient may be sent (if the backward is in a pair)
     """
 
     forward: Times
@@ -94,8 +94,8 @@ class Paths:
 
 
 class Wait(NamedTuple):
-    """Forward k + ``most`` of ``stage`` starts ``time`` after the start of backward k of ``until``: after its input
-    gradient, or after its W if it waits for the ``whole``.
+    """Forward k + ``most`` of ``stage`` cannot start earlier than ``time`` after the start of backward k of ``until``:
+    it waits for the backward's input gradient, or, if ``whole``, for its W.
     """
 
     stage: int
@@ -107,9 +107,8 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class PathFinder:
-    """Finds longest paths. ``waits``: waits of forwards because of memory. ``least``: known heads or tails to start
-    with.
-    """
+    """Finds longest paths. ``waits`` are waits of forwards for memory. The argument ``least`` of its methods has lower
+    bounds that are already known."""
 
     times: StageTimes
     rounds: int
@@ -147,7 +146,7 @@ class PathFinder:
 
     @property
     def nothing(self) -> Paths:
-        """Zeros."""
+        """Paths of length 0."""
         stages = len(self.times.forward)
         forward, backward = ([[0.0] * stages for _ in range(self.rounds)] for _ in range(2))
         return Paths(forward, backward)

@@ -1,14 +1,14 @@
-"""The terms that a memory limit adds to a step's lower bound: waits of forwards, microbatches that have a rank for
-themselves, and the most work that a rank can have done by a time.
+"""The terms that a memory limit adds to a step's lower bound: waits of forwards, microbatches that leave a rank no room
+for others, and the most work that a rank can have done by a time.
 
-By time t a rank has run only operations that some path lets start before t. Its forwards fit into the memory limit and
-the memory that backwards and W have freed by then. So the most work by t, m(t), is a fractional knapsack of forwards.
-The rank was idle for t - m(t), and by a later t' it has done at most m(t) + t' - t. So an operation behind work w of
-its own rank starts no earlier than w + max(t - m(t) | m(t) < w).
+By time t a rank can have run only operations whose paths allow a start before t. Its forwards need memory: the limit,
+and the memory that backwards and W have freed by then. So the most work by t, m(t), is a fractional knapsack of
+forwards. The rank was idle for at least t - m(t), and by a later t' it has done at most m(t) + t' - t. So an operation
+that follows work w of its own rank cannot start before w + max(t - m(t) | m(t) < w).
 
-The same holds backwards from the end of the step. In the last time u only operations run whose path to the end is at
-most u. A microbatch whose W is there keeps memory from the start of that time, unless its forward is there too. So this
-knapsack is of backwards with their W, and of W alone.
+The same holds backwards from the end of the step. In the last interval of length u, only operations run whose path to
+the end is at most u. If the W of a microbatch is in this interval and its forward is not, the microbatch keeps memory
+from the start of the interval. So this knapsack is of backwards with their W, and of W alone.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def waits_of(placement: Placement, memory: MemoryModel, times: StageTimes) -> tu
     """The waits of forwards of each stage. Raises PlanError if one microbatch alone exceeds the limit.
 
     Take n microbatches between their forward of a stage and their backward of ``until``, a stage of the same rank. Each
-    of them keeps the chunks up to the earlier of the two stages, and one keeps more. If ``until`` is later, it is the
-    first to run that backward, which has all chunks up to there. Otherwise it is the last one, which has the chunks up
-    to ``stage`` when its forward starts. If forwards wait for the end of W, each of the others may keep only what waits
-    for W.
+    of them keeps the chunks up to the earlier of the two stages, and one microbatch keeps more. If ``until`` is later,
+    this is the first microbatch to run that backward: it has all chunks up to there. Otherwise it is the last
+    microbatch: it has the chunks up to ``stage`` when its forward starts. If forwards wait for the end of W, each of
+    the other microbatches may keep only the memory that its W needs.
     """
     waits: list[Wait] = []
     for rank, stages in enumerate(placement.stages):
@@ -51,7 +51,7 @@ def waits_of(placement: Placement, memory: MemoryModel, times: StageTimes) -> tu
             continue
         for stage, own in zip(stages, kept, strict=True):
             for until, whole in zip(stages, kept, strict=True):
-                least = min(own, whole)  # what each of the others keeps until that backward
+                least = min(own, whole)  # memory that each other microbatch keeps until that backward
                 if not least:
                     continue
                 most = int((limit - whole) / own) if until >= stage else int((limit - own) / least)
@@ -64,8 +64,8 @@ def waits_of(placement: Placement, memory: MemoryModel, times: StageTimes) -> tu
 
 
 def alone_from(stages: Sequence[int], memory: MemoryModel, limit: float) -> int | None:
-    """The first chunk of a rank such that, from its forward to the last chunk's backward, the rank has no room for
-    anything else, not even for what waits for a W. None if there is none.
+    """The first chunk whose microbatch fills the rank: from this chunk's forward to the last chunk's backward there is
+    no room for another operation, not even for the memory that a W needs. None if there is no such chunk.
     """
     kept = list(accumulate(memory.forward[s] for s in stages))
     left = limit * (1 + ROUNDING) - min(kept[0], *(memory.weight[s] for s in stages))
@@ -76,7 +76,7 @@ _F, _B, _W = range(3)
 
 
 class _Item(NamedTuple):
-    """An operation: its time, and its memory, which is below 0 if it frees some."""
+    """An operation: its time, and the memory that it takes; below 0 if it frees memory."""
 
     time: float
     memory: float
@@ -84,8 +84,8 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """By ``times[i]`` at most ``works[i]`` is done, and the rank was idle for at least ``idles[i]``. All are
-    ascending."""
+    """By time ``times[i]`` a rank has done at most the work ``works[i]``, and was idle for at least ``idles[i]``. All
+    three are ascending."""
 
     times: Sequence[float]
     works: Sequence[float]
@@ -95,8 +95,9 @@ class Curve:
     def of(
         cls, items: Sequence[_Item], counts: Sequence[int], starts: Iterable[tuple[float, int]], room: float
     ) -> Curve:
-        """The curve of items of which ``counts`` can start at once, and one more of an item (by index) at each of
-        ``starts``. ``room``: the memory.
+        """The curve of a rank with these items and ``room`` for memory.
+
+        ``counts`` of each item can start at time 0. A start (time, index) allows one more of an item from this time on.
         """
         takers = [i for i, item in enumerate(items) if item.memory > 0]
         takers.sort(key=lambda i: -items[i].time / items[i].memory)
@@ -134,7 +135,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class RankWork:
-    """The operations of a rank's ``stages``, ``count`` of each. ``waits``: those of its forwards."""
+    """The operations of a rank: ``count`` of each kind for each of its ``stages``. ``waits`` are waits of its
+    forwards."""
 
     stages: Sequence[int]
     count: int
@@ -150,7 +152,7 @@ class RankWork:
         return [time for s in self.stages for time in (times.forward[s], times.backward[s], times.rest[s])]
 
     def _kept(self, stage: int) -> tuple[float, float]:
-        """The memory that a forward keeps, and the part of it that waits for W."""
+        """The memory that a forward keeps, and the part of it that is kept until W."""
         return self.memory.forward[stage], min(self.memory.forward[stage], self.memory.weight[stage])
 
     def from_start(self, heads: Paths) -> Curve:
@@ -180,7 +182,7 @@ class RankWork:
 
     @cached_property
     def _lags(self) -> list[list[float]]:
-        """``[x][y]``: the k-th x of this rank is over before the (k + lag)-th y starts."""
+        """The lags ``[x][y]``: the k-th operation x of this rank ends before the (k + lag)-th operation y starts."""
         size, chunks = len(self._each), range(len(self.stages))
         lags = [[math.inf] * size for _ in range(size)]
         for one in chunks:
@@ -201,14 +203,15 @@ class RankWork:
         return lags
 
     def heads(self, curve: Curve, least: Paths) -> None:
-        """Write into ``least`` the earliest start of each operation, given this rank's work before it."""
+        """Writes into ``least`` the earliest start of each operation, given this rank's work before it."""
         for at, rows, stage in self._targets(least):
             before = [(time, lags[at]) for time, lags in zip(self._each, self._lags, strict=True)]
             for k, row in enumerate(rows):
                 row[stage] = curve.time_for(sum(time * (k + 1 - lag) for time, lag in before if k >= lag))
 
     def tails(self, curve: Curve, least: Paths) -> None:
-        """Write into ``least`` the least time from each start to the end of the step, given the work behind it."""
+        """Writes into ``least`` the least time from each start to the end of the step, given this rank's work after
+        it."""
         for at, rows, stage in self._targets(least):
             behind = list(zip(self._each, self._lags[at], strict=True))
             for k, row in enumerate(reversed(rows)):
@@ -221,8 +224,9 @@ class RankWork:
             yield 3 * chunk + _B, least.backward, stage
 
     def end(self, heads: Paths, tails: Paths, known: float) -> float:
-        """The earliest end of the step: this rank's work and its idle time at both ends. In a step of ``known`` (a
-        lower bound) or more these do not overlap.
+        """The earliest end of the step: the sum of this rank's work and its idle times at both ends. In a step of at
+        least
+        ``known``, a lower bound, the idle times that are added do not overlap.
         """
         start = self.from_start(heads)
         end = self.from_end(tails)

@@ -25,13 +25,13 @@ _FITS = 4  # attempts to find a plan that fits into memory with all its messages
 
 @dataclass(frozen=True)
 class ComparedSchedule:
-    """One schedule with its numbers, which are 0 where it is refused.
+    """One schedule with its numbers. They are 0 if it is refused.
 
     per_microbatch        makespan / M: the cost of a fixed global batch
     peak_bytes            memory of the fullest rank; None without a model shape
     peak_in_flight        (chunk, microbatch) pairs of the fullest rank; a slice counts with its share
     messages, sent_bytes  those of all ranks together
-    refused               why it is refused; empty if it is not
+    refused               the reason if it is refused, otherwise empty
     bound                 bound of the makespan under the memory limit; None if steps in a row are compared
     """
 
@@ -59,11 +59,12 @@ def compare(
     optimizer_bypass: bool = False,
     outside: Outside | None = None,
 ) -> list[ComparedSchedule]:
-    """Simulate every spec. The result has the possible ones, the fastest per microbatch first, then the refused ones.
+    """Simulates all specs. The result has the possible ones, the fastest per microbatch first, then the refused ones.
 
-    ``costs`` are of the whole model in any number of equal parts. ``memory_limit`` is in bytes per rank, and needs
-    ``shape``; ``outside`` takes a part of it. Schedules that search plan for these costs and this limit. With
-    ``optimizer_bypass`` makespan and bubble are those of one of many steps in a row (``steady.py``).
+    ``costs`` are of the whole model in any number of equal parts. ``memory_limit`` is in bytes per rank and needs
+    ``shape``; ``outside`` is memory of it that is not for tensors. Schedules with a search plan for these costs and
+    this
+    limit. With ``optimizer_bypass``, makespan and bubble are those of one of many steps in a row (``steady.py``).
     """
     if memory_limit is not None and shape is None:
         raise PlanError("a memory limit needs the shape of the model")
@@ -109,8 +110,10 @@ def _compared(
 
 
 def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryModel | None = None) -> PlanSpec:
-    """``spec`` with measured values for its search, or for its collectives by cost, if it has none: these costs, the
-    mean message time, and ``memory`` (None: 1F1B's).
+    """``spec`` with the measured values that its search, or its collectives placed by cost, needs.
+
+    They are these costs, the mean message time, and ``memory`` (None: that of 1F1B). A spec that needs none, or has
+    measured values, is returned unchanged.
     """
     family = family_of(spec)
     by_cost = any(hooks.needs_times(spec) for hooks in hooks_of(spec.added))
@@ -128,7 +131,7 @@ def fitted(spec: PlanSpec, costs: StageCosts, network: Network, memory: MemoryMo
         and not by_cost
         and len({*costs.forward, *costs.backward_input, *costs.weight}) == 1
     ):
-        return spec  # without a limit nothing is offloaded
+        return spec  # the search assumes these values anyway; nothing is offloaded without a limit
     limits = default_measured(placement)
     if memory is not None:
         limits = Measured(memory_limit=memory.limits, activation=memory.forward, weight_activation=memory.weight)
@@ -158,8 +161,8 @@ def _plan(
     limit: float | None,
     outside: Outside | None,
 ) -> Plan:
-    """The verified plan. A search counts activations without the plan's messages. If both together exceed the limit,
-    the search is repeated with a lower one.
+    """The verified plan. A search counts activations, but not the plan's messages. If activations and messages together
+    exceed the limit, the search is repeated with a lower limit.
     """
     family = family_of(spec)
     if family.search is None or shape is None or limit is None:
@@ -198,6 +201,6 @@ def predicted(spec: PlanSpec) -> str:
     conditions = measured.costs(plan.placement.num_stages), measured.network()
     step = simulate(plan, *conditions)
     text = f"{spec.describe()}: predicted step {step.makespan:.4g}, bubble {step.bubble_share:.1%}"
-    if not measured.microbatches:  # a bound is for microbatches that cost the same
+    if not measured.microbatches:  # a bound needs microbatches of equal cost
         text += f", {bound_of(plan, *conditions, searched_memory(plan)).beside(step.makespan)}"
     return text

@@ -2,9 +2,10 @@
 
 Microbatches of a stage stay in their order, so a rank's order is a row of *tokens* (forward, backward or weight
 gradient of a chunk). As in tabu searches for job shops (Nowicki and Smutnicki 1996; Balas and Vazacopoulos 1998), the
-critical path falls into blocks without a pause on one rank, and only moves to the start or end of a block can shorten
-it. A move is judged by the new paths through what it moves; the best one to orders not seen before is made, shorter or
-not. No choice depends on the machine's clock, as every rank searches for itself.
+critical path consists of blocks, each without a pause on one rank, and only moves to the start or end of a block can
+shorten it. A move is judged by the longest new path through the moved operations. The best move to orders that were not
+seen before is made, also if it makes the step longer. No choice depends on the machine's clock, because each rank runs
+the search and all must find the same orders.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,9 +19,9 @@ from megatron_pp.plan.orders.list_scheduler import ROUNDING, Problem, Scheduled
 
 _F, _B, _W = range(3)
 _NEVER = -1.0
-_IDLE = 40  # steps without success before a kick
-_KICKS = 3  # swaps of a kick
-_TRIES = 60  # random swaps that are looked at for a kick
+_IDLE = 40  # steps without a shorter order before a kick
+_KICKS = 3  # random swaps in a kick
+_TRIES = 60  # random swaps that are tried for a kick
 _CLOSE = 1e-9
 
 Row = tuple[int, ...]  # a rank's tokens: 3 * chunk + kind
@@ -29,8 +30,12 @@ Rows = tuple[Row, ...]
 
 @dataclass(frozen=True)
 class _Timing:
-    """Rows with their times. For each operation: its start, the arrival of its result at the operation that uses it,
-    and the least time from its end to the end of the step. ``lines``: the operations of each rank.
+    """The times of rows.
+
+    starts    start of each operation
+    arrivals  arrival of each operation's result at the operation that uses it
+    tails     least time from each operation's end to the end of the step
+    lines     the operations of each rank
     """
 
     makespan: float
@@ -41,10 +46,10 @@ class _Timing:
 
 
 def improved(problem: Problem, found: Scheduled, least: float, budget: int, most: int = 1) -> list[Scheduled]:
-    """The ``most`` shortest orders that the search visits from ``found`` on, shortest first.
+    """The ``most`` shortest orders that the search visits, beginning with ``found``; the shortest first.
 
-    least   a bound; the search ends if it is reached
-    budget  number of single operations to look at; two million take about a second
+    least   a lower bound; the search ends when it is reached
+    budget  number of single operations that the search may evaluate; two million take about a second
     """
     return _Improvement(problem, found).run(least, budget, most)
 
@@ -73,7 +78,7 @@ class _Shop:
         self.bases = [[(3 * s + kind) * self.count for s in row for kind in range(3)] for row in self.placement.stages]
 
     def _connect(self, source: tuple[int, int], target: tuple[int, int], problem: Problem) -> None:
-        """Note that ``target`` needs the result of ``source``; each is (stage, kind)."""
+        """Records that ``target`` needs the result of ``source``; both are (stage, kind)."""
         one, two = (self.count * (3 * stage + kind) for stage, kind in (source, target))
         rank, other = (self.placement.homes[stage][0] for stage, _ in (source, target))
         ranks = self.placement.pipeline_size
@@ -84,7 +89,7 @@ class _Shop:
                 self.transfers[one + k] = problem.transfer_time(rank, other)
 
     def numbered(self, rank: int, row: Sequence[int]) -> list[int]:
-        """The operations behind the tokens of ``rank``."""
+        """The numbers of the operations that the tokens of ``rank`` name."""
         following = list(self.bases[rank])
         line = []
         for token in row:
@@ -144,7 +149,7 @@ class _Shop:
                 starts[number] = now
                 now += self.times[number]
                 channel, there = self.channels[number], now
-                if channel >= 0:  # messages of a channel take turns
+                if channel >= 0:  # a channel carries one message at a time
                     there = turn[channel] = max(now, turn[channel]) + self.transfers[number]
                 arrivals[number] = there
                 ran.append(number)
@@ -245,7 +250,7 @@ class _Improvement:
         return [instruction(ops[t % 3], t // 3, number % count) for t, number in zip(row, line, strict=True)]
 
     def _step(self, rows: Rows, timing: _Timing) -> tuple[Rows, _Timing] | None:
-        """The best move to rows that were not seen before; of equal ones the first."""
+        """The best move to rows that were not seen before; of equal moves, the first."""
         moves = []
         for i, (rank, row, low, high) in enumerate(self._moves(rows, timing)):
             moves.append((self._judged(rank, row, low, high, timing), i, rank, row))
@@ -287,8 +292,11 @@ class _Improvement:
         return longest
 
     def _moves(self, rows: Rows, timing: _Timing) -> Iterator[tuple[int, Row, int, int]]:
-        """(rank, its new row, first and last changed place) on the critical path's blocks: the next token of each kind
-        goes to the start of the block or behind its end, and the last one to earlier places.
+        """Moves of tokens within the blocks of the critical path: (rank, its new row, first and last changed place).
+
+        The first token of each kind in a block goes to the block's start, and the last one to its end. The block's
+        first
+        and last token go to the places of these tokens.
         """
         for rank, low, high in self._blocks(timing):
             row = rows[rank]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 Order = tuple[int, ...]
-"""``order[k]``: the given microbatch that runs as the k-th."""
+"""``order[k]`` is the given microbatch that runs as the k-th."""
 
 
 def shortest_order(
@@ -16,9 +16,10 @@ def shortest_order(
 ) -> Order:
     """The order with the least ``estimate`` that the search finds for microbatches of the ``given`` costs.
 
-    It starts from several orders: as given, ascending, descending, and with the short ones at both ends (they fill and
-    drain the pipeline quickly) or in the middle. From each it tries ``trials`` swaps of two and moves of one, until
-    ``is_over(share)``; the share is that of the starts so far. Equal arguments give equal orders if it is never over.
+    The search starts from several orders: as given, ascending, descending, and with the short microbatches at both ends
+    (they fill and drain the pipeline quickly) or in the middle. From each it tries ``trials`` swaps of two microbatches
+    and moves of one. It leaves a start when ``is_over(share)`` is true; ``share`` is the number of this start over the
+    number of starts. If ``is_over`` is never true, equal arguments give equal orders.
     """
     starts = sorted(_first_orders(given), key=estimate)
     found = [_improved(one, estimate, trials, partial(is_over, k / len(starts))) for k, one in enumerate(starts, 1)]
@@ -34,7 +35,7 @@ def _first_orders(given: Sequence[float]) -> list[Order]:
 
 
 def _improved(order: Order, estimate: Callable[[Order], float], trials: int, is_over: Callable[[], bool]) -> Order:
-    """The order after swaps of two and moves of one that do not lengthen the estimate."""
+    """The order after those swaps of two microbatches and moves of one that do not increase the estimate."""
     chance, best = random.Random(0), estimate(order)
     for _ in range(trials if len(order) > 1 else 0):
         if is_over():

@@ -1,7 +1,8 @@
-"""Orders in which no microbatch waits: each starts when all ranks have room for its whole way there and back.
+"""Orders in which no microbatch waits: it starts when all ranks have room for its whole way forward and back.
 
-If memory is what makes a step long, a microbatch must not take longer than necessary. Weight gradients fill the gaps:
-the oldest one runs as early as possible once a forward needs its memory.
+If the memory limit makes a step long, a microbatch must not keep memory longer than necessary. Weight gradients fill
+the
+gaps: when a forward needs memory, the oldest weight gradient runs as early as possible.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _TRIES = 100  # starts that are tried for one microbatch
 
 
 def no_wait(problem: Problem) -> Scheduled | None:
-    """The orders and their end; None if none are found. Two starts are at least the busiest rank's work apart."""
+    """The orders and their end; None if none are found. Two microbatches start at least the busiest rank's work
+    apart."""
     return _Trips(problem).run()
 
 
@@ -27,8 +29,9 @@ class _UnblockedRank:
     """The operations of one rank, and its memory.
 
     runs     (start, end, operation), sorted
-    kept     memory at the time up to which changes were merged; ``changes``: (time, amount) from then on
-    waiting  (end of its backward, stage, microbatch) of each W that is still to come
+    kept     memory at the time up to which changes were merged
+    changes  (time, amount) of each later change of memory
+    waiting  (end of its backward, stage, microbatch) of each W that has not run yet
     """
 
     limit: float
@@ -52,7 +55,7 @@ class _UnblockedRank:
         return self.kept + sum(amount for when, amount in self.changes if when <= time + _CLOSE)
 
     def forget(self, time: float) -> None:
-        """Merge changes up to ``time``, because earlier times are not needed any more."""
+        """Merges the changes up to ``time``. Earlier times are not needed any more."""
         self.kept = self.kept_at(time)
         self.changes = [change for change in self.changes if change[0] > time + _CLOSE]
 
@@ -96,7 +99,7 @@ class _Trips:
         return Scheduled(orders, max(rank.runs[-1][1] for rank in self.ranks))
 
     def _blocked(self, start: float) -> float:
-        """The time by which a microbatch must start later because its ranks are busy."""
+        """How much later a microbatch must start because its ranks are busy."""
         later = 0.0
         for time, op, stage in self.path:
             rank = self.ranks[self.homes[stage][0]]
@@ -104,7 +107,7 @@ class _Trips:
         return later if later > _CLOSE else 0.0
 
     def _started(self, mb: int, start: float) -> float:
-        """Start the microbatch and return 0, or return the time after which there may be memory for it."""
+        """Starts the microbatch and returns 0. If there is no memory, returns how much later there may be."""
         ranks = [rank.copied() for rank in self.ranks]
         for time, op, stage in self.path:
             self._add(ranks[self.homes[stage][0]], start + time, op, stage, mb)
@@ -127,7 +130,7 @@ class _Trips:
             rank.changes.append((end, -weight))
 
     def _run_weight(self, rank: _UnblockedRank) -> float:
-        """Run the oldest weight gradient. Returns its end."""
+        """Runs the oldest weight gradient. Returns its end."""
         after, stage, mb = rank.waiting.pop(0)
         took = self.costs.of(WEIGHT_GRAD, stage)
         start = rank.free_from(after, took)
@@ -135,8 +138,8 @@ class _Trips:
         return start + took
 
     def _make_room(self, rank: _UnblockedRank, since: float) -> float:
-        """Run weight gradients to make room for forwards from ``since`` on, or return the time after which there may be
-        room."""
+        """Runs weight gradients to make room for forwards from ``since`` on, and returns 0. If they do not make enough
+        room, returns how much later there may be enough."""
         for now in sorted(start for start, _, at in rank.runs if at.op == FORWARD and start >= since - _CLOSE):
             while rank.waiting and rank.kept_at(now) > rank.limit:
                 first = rank.waiting[0][0]

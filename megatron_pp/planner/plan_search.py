@@ -1,10 +1,11 @@
-"""The automatic scheduler: the best verified plan it finds for measured times and a memory limit (arXiv 2401.10241,
+"""The automatic scheduler: finds the best verified plan for measured times and a memory limit (arXiv 2401.10241,
 section 3.1).
 
-Every named family that fits is a candidate. Every named order, whether it fits or not, is also a pattern for the greedy
-scheduler, which runs it with the measured times under the memory limit by many rules. The best results become patterns
-themselves. Local search (``improve.py``) goes on from the best ones until the lower bound (``bound.py``). The shortest
-plan by the simulator wins, so the result is never worse than the best named family under the limit.
+Every named family that fits is a candidate. Every named order, also if it does not fit, is a pattern for the greedy
+scheduler. The greedy scheduler runs a pattern with the measured times under the memory limit, by many rules. Its best
+results become patterns themselves. Local search (``improve.py``) makes the best ones shorter, until the lower bound
+(``bound.py``) is reached. The plan that is shortest in the simulator wins, so the result is never worse than the best
+named family under the limit.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from megatron_pp.planner.no_wait import no_wait
 _FINALISTS = 6  # searched orders that are lowered and simulated
 _IMPROVED = 3  # seeds whose best orders go into local search
 _LOCAL = 50  # budget of local search per pair of operations
-_MOST_LOCAL = 400_000  # its largest budget; a million take 2 s
-_SIMULATED = 2_000  # operations in all finalists of one seed: lowering makes a difference between equal orders
+_MOST_LOCAL = 400_000  # largest budget of local search; a million takes 2 s
+_SIMULATED = 2_000  # operations in all finalists of one seed; several, as equal orders differ after lowering
 _ROUNDS = 2  # rounds in which the best results become patterns themselves
 _PATIENCE = 5.0  # seconds of search before it is announced
 _PILOT = 6  # a step of more than 6 P microbatches is searched at 6 P first, because the steady state repeats
@@ -45,7 +46,7 @@ _PILOT = 6  # a step of more than 6 P microbatches is searched at 6 P first, bec
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """A candidate. ``peaks``: memory of each rank, in the unit of the measured activations."""
+    """A candidate. ``peaks`` is the peak memory of each rank, in the unit of the measured activations."""
 
     name: str
     plan: Plan
@@ -55,7 +56,7 @@ class FoundPlan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The ``best`` plan, and all named families with whether they keep to the limit."""
+    """The ``best`` plan, and each named family with whether it keeps to the limit."""
 
     best: FoundPlan
     named: tuple[tuple[FoundPlan, bool], ...]
@@ -84,8 +85,9 @@ def search(
 ) -> SearchResult:
     """The best plan for ``spec`` on one placement, among ``families`` and plans that are made from them.
 
-    Without ``spec.measured``: F = B = W = 1, free transfers, and 1F1B's memory. A search of more than 5 s is announced
-    once. Raises PlanError, with the least memory that a family needs, if no plan keeps to the memory limit.
+    Without ``spec.measured`` it assumes F = B = W = 1, free transfers, and the memory of 1F1B. A search of more than 5
+    s
+    is announced once. If no plan keeps to the memory limit, raises PlanError with the least memory that a family needs.
     """
     placement = Placement(placement_kind, spec.pipeline_size, spec.num_chunks)
     return _PlanSearch(spec, placement, families, _Patience(announce, spec)).run()
@@ -112,7 +114,7 @@ class _Patience:
         self._until = time.monotonic() + _PATIENCE
 
     def look(self) -> None:
-        """Called between plans."""
+        """Announces the search if it is due. Called between plans."""
         spec, announce = self._spec, self._announce
         if announce is not None and time.monotonic() > self._until:
             self._announce = None
@@ -152,7 +154,8 @@ class _PlanSearch:
         offloaded = [one for one in self._offloaded(orders) if self._fits(one)]
         least = self._least_makespan(named)
         if all(one.makespan > least * (1 + ROUNDING) for one in found):
-            # One microbatch at a time is for memory under which every named pattern gets stuck; no order needs less.
+            # No order needs less memory than one microbatch at a time. It is found also if all named patterns get
+            # stuck.
             single = self._try([("one microbatch at a time", naive_orders(self.shape))], _Pool(least))
             grown = [*self._grow(orders, least), *single, *self._without_waits()]
             grown.sort(key=lambda trial: trial.result.makespan)
@@ -160,7 +163,7 @@ class _PlanSearch:
                 found.append(one)
                 if one.makespan <= least * (1 + ROUNDING) and _may_run(one.plan):
                     break
-        for one in sorted([*found, *offloaded], key=lambda one: one.makespan):  # named ones before equals
+        for one in sorted([*found, *offloaded], key=lambda one: one.makespan):  # named plans before equals
             if _may_run(one.plan):
                 best = self._as_given(one)
                 others = tuple((self._beside(other, one, best), self._fits(other)) for other in named)
@@ -175,8 +178,9 @@ class _PlanSearch:
         return replace(one, makespan=simulate(one.plan, costs, self.given.network()).makespan)
 
     def _beside(self, other: FoundPlan, one: FoundPlan, best: FoundPlan) -> FoundPlan:
-        """``other`` in the unit of the measured times, in which ``one`` is ``best``. If it is not shorter than ``one``,
-        the rounding of sums in that unit does not make it shorter.
+        """``other`` in the unit of the measured times. ``best`` is ``one`` in that unit.
+
+        If ``other`` is not shorter than ``one``, it does not become shorter by the rounding of sums in the other unit.
         """
         found = self._as_given(other)
         if other.makespan >= one.makespan and found.makespan < best.makespan:
@@ -190,7 +194,7 @@ class _PlanSearch:
         return [] if found is None else [_Trial("microbatches without waits", Rules(), found)]
 
     def _fitting(self, trials: Iterable[_Trial]) -> Iterator[FoundPlan]:
-        """The plans of ``trials`` that keep to the limit. Some do not, because a backward may need more than it
+        """The plans of ``trials`` that keep to the limit. Some do not, because a backward may need more memory than it
         frees."""
         return (one for trial in trials for one in self._lowered(trial) if self._fits(one))
 
@@ -208,7 +212,7 @@ class _PlanSearch:
             yield self._judged(name, replace(plan, spec=spec), trial.result.orders)
 
     def _named_orders(self) -> dict[str, list[Order]]:
-        """Orders of the families that do not offload by themselves."""
+        """The orders of the families that do not offload by themselves."""
         return {family.name: family.orders(self.shape) for family in self.families if not family.added(self.shape)}
 
     def _seeds(self, named: dict[str, list[Order]]) -> dict[str, list[Order]]:
@@ -223,11 +227,11 @@ class _PlanSearch:
         return named | {f"{family.name} in groups of {size}": family.orders(shape) for family in families}
 
     def _least_makespan(self, named: Sequence[FoundPlan]) -> float:
-        """A lower bound of all plans. Raises PlanError where not even one microbatch fits."""
+        """A lower bound of all plans. Raises PlanError if not even one microbatch fits."""
         try:
             network = self.measured.network()
             count = self.spec.num_microbatches
-            if self.costs.microbatches:  # no bound is known; only one microbatch's memory is looked at
+            if self.costs.microbatches:  # no bound is known; only the memory of one microbatch is checked
                 lower_bound(self.placement, 1, replace(self.costs, microbatches=()), network, self.memory)
                 return 0.0
             return lower_bound(self.placement, count, self.costs, network, self.memory).step
@@ -235,7 +239,7 @@ class _PlanSearch:
             raise PlanError(self._why_none(named)) from error
 
     def _improved(self, trials: Sequence[_Trial], least: float) -> Iterator[_Trial]:
-        """The trials that moves of single operations make from the shortest trials."""
+        """The trials that local search makes of the shortest trials."""
         of_seeds = {trial.seed: trial for trial in reversed(trials)}  # seed -> its shortest trial
         for trial in sorted(of_seeds.values(), key=lambda one: one.result.makespan)[:_IMPROVED]:
             self.patience.look()
@@ -249,14 +253,15 @@ class _PlanSearch:
         return self._judged(name, lowered(self.spec, self.placement, orders), orders)
 
     def _judged(self, name: str, plan: Plan, lines: Sequence[Sequence[Instruction]]) -> FoundPlan:
-        """``lines``: what each rank runs of ``plan``, with at least all that changes memory."""
+        """``plan`` with its time and memory. ``lines`` has each rank's instructions, at least those that change
+        memory."""
         makespan = simulate(plan, self.costs, self.measured.network()).makespan
         peaks = tuple(peak_memory(line, self.placement.stages[r], self.memory) for r, line in enumerate(lines))
         return FoundPlan(name, plan, makespan, peaks)
 
     def _offloaded(self, orders: dict[str, list[Order]]) -> Iterator[FoundPlan]:
-        """The named orders with chunks offloaded, if copies were measured, with enough slots to hide the longest copy
-        behind operations of mean length.
+        """The named orders with offloaded chunks, if copies were measured. They have enough slots to hide the longest
+        copy behind operations of mean length.
         """
         costs, chunks = self.costs, self.spec.num_chunks
         if "offload" not in dict(self.measured.added) or not math.isfinite(max(self.memory.limits)):
@@ -300,8 +305,8 @@ class _PlanSearch:
         pool: _Pool,
         promising: Collection[tuple[str, Rules]] | None = None,
     ) -> list[_Trial]:
-        """Try every rule, or the ``promising`` ones, on every pattern, and put the results into ``pool``, until a plan
-        is the best possible one. Returns the pool's trials.
+        """Tries every rule, or only the ``promising`` ones, on every pattern, and puts the results into ``pool``. Ends
+        early if a plan is the best possible one. Returns the pool's trials.
         """
         for name, orders in patterns:
             slots = slots_of(orders)
@@ -338,14 +343,14 @@ class _PlanSearch:
         short = [r for r, most in enumerate(limits) if least[r] > most * (1 + ROUNDING)]
         single = f"; one microbatch alone needs {least[short[0]]:g} on rank {short[0]}" if short else ""
         return (
-            f"no schedule of {self.spec.num_microbatches} microbatches keeps to the memory limit; {name} comes "
-            f"nearest: it needs {limit + excess:g} on rank {rank}, but the limit is {limit:g}{single}"
+            f"no schedule of {self.spec.num_microbatches} microbatches keeps to the memory limit; {name} needs "
+            f"least: {limit + excess:g} on rank {rank}, but the limit is {limit:g}{single}"
         )
 
 
 class _Pool:
-    """The shortest trials, each order once. They are sorted by length, of equal ones the older first. None is shorter
-    than ``least``."""
+    """The shortest trials, each order once. They are sorted by length; of equal trials, the older is first. No trial is
+    shorter than ``least``."""
 
     def __init__(self, least: float = 0.0) -> None:
         self.trials: list[_Trial] = []
@@ -353,7 +358,7 @@ class _Pool:
 
     @property
     def most(self) -> float:
-        """The greatest length of a result that is taken."""
+        """The greatest length of a result that still gets into the pool."""
         return self.trials[-1].result.makespan if len(self.trials) == _FINALISTS else UNKNOWN
 
     def add(self, trial: _Trial) -> None:

@@ -1,5 +1,5 @@
-"""Estimates compute orders much faster than the simulator: their end if every message takes its link's time and none
-waits for another, and the most that they keep in memory.
+"""Estimates the time and memory of compute orders, much faster than the simulator. The time is that of a step in which
+every message takes its link's time and none waits for another.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,9 @@ def order_time(
 
 
 def kept_states(order: Sequence[Instruction], num_chunks: int) -> tuple[Kept, ...]:
-    """What a rank keeps at the moments of its peaks: no other moment has at least as much of everything. ``order`` may
-    be a program with its copies to host memory.
+    """The numbers of kept activations at the moments of a rank's memory peaks. A moment is left out if another one has
+    at
+    least as much of everything. ``order`` may be a program with its copies to host memory.
     """
     flight, late = [0] * num_chunks, [0] * num_chunks
     states: set[tuple[int, ...]] = set()

@@ -1,1 +1,1 @@
-"""What no training step needs: commands that look at a job before it runs, or at its traces afterwards."""
+"""Commands that check a job before it runs, or read its traces afterwards. No training step needs them."""

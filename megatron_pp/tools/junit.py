@@ -8,7 +8,7 @@ from megatron_pp.errors import visible
 
 
 def suite_of(command: str, tests: int, failures: int, errors: int) -> Xml.Element:
-    """Of ``megatron-pp COMMAND``, with its counts and no case yet."""
+    """The suite of ``megatron-pp COMMAND`` with its counts. Cases are added by ``case_in``."""
     suite = Xml.Element("testsuite", name=f"megatron-pp {command}", tests=str(tests))
     suite.set("failures", str(failures))
     suite.set("errors", str(errors))

@@ -1,4 +1,4 @@
-"""A run compared with its plan, as tables, sentences and a picture."""
+"""Compares a run with its plan, in tables, sentences and a picture."""
 
 from pathlib import Path
 
@@ -15,13 +15,17 @@ from megatron_pp.tracing.run import TracedRun, load_run, run_names
 
 
 def report_tables(found: Findings) -> list[Table]:
-    """Measured and predicted: the step, its ranks, its links."""
+    """Tables of the step, its ranks and its links, measured and predicted."""
     return [_summary(found), _ranks(found), _links(found)]
 
 
 def report_picture(found: Findings, traced: TracedRun, output: str) -> str | bytes:
-    """The measured step above the predicted one, on one time axis: a PNG if ``output`` ends so, else a page with the
-    tables. If it ends with .json, a Chrome trace of all recorded steps."""
+    """The measured step above the predicted one, on one time axis.
+
+    It is a PNG if ``output`` ends with .png, otherwise an HTML page with the tables. If ``output`` ends with .json, it
+    is
+    a Chrome trace of all recorded steps.
+    """
     if Path(output).suffix == ".json":
         return render_chrome_steps(_title(traced, found), _steps(traced))
     timelines = [_measured(found.step, found.measured), _predicted(found)]
@@ -31,9 +35,11 @@ def report_picture(found: Findings, traced: TracedRun, output: str) -> str | byt
 
 
 def write_timeline(folder: Path, page: Path, chrome: Path) -> tuple[int, ...]:
-    """Write all recorded steps of the newest run in ``folder``, and return their numbers. ``page`` (HTML) has them one
-    below the other, then the prediction and the tables of the step with the median time; ``chrome`` is a Chrome trace.
-    Raises FileFormatError: no traces, or unreadable ones."""
+    """Writes all recorded steps of the newest run in ``folder``, and returns their numbers.
+
+    ``page`` is an HTML page with the steps below each other, then the prediction and the tables of the step with the
+    median time. ``chrome`` is a Chrome trace. Raises FileFormatError if there are no traces or they cannot be read.
+    """
     traced, found = _newest(folder)
     steps = _steps(traced)
     timelines = [*(timeline for _, _, timeline in steps), _predicted(found)]
@@ -43,13 +49,13 @@ def write_timeline(folder: Path, page: Path, chrome: Path) -> tuple[int, ...]:
 
 
 def _steps(traced: TracedRun) -> list[tuple[str, float, Timeline]]:
-    """Of each recorded step its name, when it began, and its timeline."""
+    """Each recorded step as (name, start time, timeline)."""
     return [(f"step {step}", traced.began(step), _measured(step, traced.measured(step))) for step in traced.steps]
 
 
 def beside_prediction(folder: Path) -> tuple[list[Timeline], list[Table]]:
     """The step with the median time of the newest run in ``folder``, its prediction, and tables. Raises as
-    ``write_timeline``."""
+    ``write_timeline`` does."""
     _, found = _newest(folder)
     return [_measured(found.step, found.measured), _predicted(found)], _page_tables(found)
 
@@ -98,7 +104,8 @@ def _host(found: Findings) -> float:
 
 
 def _beside_prediction(found: Findings) -> str:
-    """How the measured step compares with the predicted one, and why, where that is known to be the host."""
+    """A sentence that compares the measured step with the predicted one. If host time explains the difference, it says
+    so."""
     measured = found.measured.makespan
     predicted = found.predicted.makespan
     excess, host = measured - predicted, _host(found)
@@ -137,8 +144,8 @@ def _links(found: Findings) -> Table:
 
 
 def report_sentences(found: Findings) -> list[str]:
-    """The step and its prediction, the slowest rank, how much of the transfers was hidden, and how far the plan is
-    from the best possible one."""
+    """Sentences about the step and its prediction, the slowest rank, the share of hidden transfers, and the distance of
+    the plan from the best possible one."""
     rank, excess = found.slowest_rank, found.slowest_excess
     busy = short(found.measured.busy[rank])
     bound = bound_of(found.measured.plan, found.costs, found.network)
@@ -151,7 +158,7 @@ def report_sentences(found: Findings) -> list[str]:
 
 
 def listed(steps: tuple[int, ...]) -> str:
-    """``1-3, 7``."""
+    """The steps as text, with ranges: ``1-3, 7``."""
     parts: list[list[int]] = []
     for step in steps:
         if parts and step == parts[-1][-1] + 1:

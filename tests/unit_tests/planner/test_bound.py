@@ -1,4 +1,4 @@
-"""The lower bound: below every simulated plan, and reached where the best plan is known."""
+"""The lower bound: no simulated plan is shorter, and a best plan, where it is known, reaches it."""
 
 import math
 import random
@@ -36,7 +36,7 @@ def random_network(rng):
 
 
 def memory_of(plan, rng):
-    """What the plan itself keeps at its peaks, as the limit."""
+    """The peak memory of the plan itself, as the limit."""
     stages = plan.placement.num_stages
     equal = rng.random() < 0.5
     forward = tuple(1.0 if equal else rng.choice([1.0, 2.0, rng.random()]) for _ in range(stages))
@@ -79,7 +79,7 @@ def test_no_simulated_plan_is_below_the_bound(family, policy):
         layer = (rng.random(), rng.random(), rng.random()) if rng.random() < 0.5 else (0.0, 0.0, 0.0)
         costs = StageCosts(*times, pair_sends=shares, attention=0.5 if spec.num_parts > 1 else 0.0, output_layer=layer)
         network, limited = random_network(rng), spec.num_parts == 1 and not spec.forward_only
-        if plan.placement.barriers:  # whose collectives the simulator does not have on gloo
+        if plan.placement.barriers:  # the simulator does not have its collectives on gloo
             network = replace(network, gloo=False)
         bound = bound_of(plan, costs, network, memory_of(plan, rng) if limited else None)
         assert bound.step <= simulate(plan, costs, network).makespan * (1 + 1e-9), (spec, costs, network, bound.terms)
@@ -112,7 +112,7 @@ def test_whole_backwards_add_the_drain_of_the_last_rank():
 
 
 def test_slow_links_take_turns():
-    """Every activation crosses the only link, from the first forward's end to the start of the last one."""
+    """All activations cross the only link, between the end of the first forward and the start of the last one."""
     plan = lowered_plan(PlanSpec("gpipe", 2, 1, 8, forward_only=True))
     network = Network(activation_bytes=3.0, link=Link(bandwidth=1.0))
     bound = bound_of(plan, StageCosts.uniform(2), network)
@@ -130,7 +130,8 @@ def test_memory_for_one_microbatch_makes_a_round_trip_of_each():
 
 
 def test_memory_that_is_free_after_the_input_gradient_lets_the_next_forward_go():
-    """F and I of both ranks, 4 slots, one microbatch after the other; W fits into the waits but for the last one."""
+    """F and I of both ranks take 4 slots, and microbatches run one after another. All W but the last fit into the
+    waits."""
     placement = Placement(LOOP, 2, 1)
     memory = MemoryModel((1.0, 9.0), (1.0, 1.0), (0.0, 0.0))
     assert lower_bound(placement, 3, StageCosts.uniform(2), memory=memory).step == 3 * 4 + 1
@@ -139,8 +140,8 @@ def test_memory_that_is_free_after_the_input_gradient_lets_the_next_forward_go()
 
 
 def test_chunks_share_the_memory_of_their_rank():
-    """One microbatch in both chunks fills a rank, so that rank 0 runs a microbatch to its end before the next one's
-    second chunk: the areas add up over chunks, which no chunk shows alone.
+    """One microbatch in both chunks fills a rank. So rank 0 ends a microbatch before the second chunk of the next one.
+    The memory of both chunks must be added up; no chunk alone gives this bound.
     """
     placement, costs = Placement(V_SHAPE, 2, 2), StageCosts.uniform(4)
     loose = lower_bound(placement, 8, costs, memory=MemoryModel.in_chunks(placement, 8.0))
@@ -154,14 +155,14 @@ def test_chunks_share_the_memory_of_their_rank():
     ("family", "chunks", "transfer", "room"), [("zb_h1", 1, 0.5, 4.0), ("zb_v", 2, 1.0, 8.0), ("v_half", 2, 0.0, 6.0)]
 )
 def test_families_whose_memory_allows_no_shorter_step(family, chunks, transfer, room):
-    """Each rank waits for its first backward with its memory full: idle time that no other order has less of."""
+    """Each rank waits for its first backward with its memory full. No other order has less of this idle time."""
     plan, network = lowered_plan(PlanSpec(family, 4, chunks, 12)), Network(link=Link(transfer))
     costs, memory = StageCosts.uniform(4 * chunks), MemoryModel.in_chunks(plan.placement, room)
     step = simulate(plan, costs, network).makespan
     assert bound_of(plan, costs, network, memory).step == step > bound_of(plan, costs, network).step
 
 
-TIGHT = {  # placement, memory, and the optimum of 3 microbatches with F = I = W = 1, which a solver has proven
+TIGHT = {  # placement, memory, and the optimum (proven by a solver) of 3 microbatches with F = I = W = 1
     "alone": (Placement(V_SHAPE, 2, 2), MemoryModel((9.0, 2.0), (1.0,) * 4, (1.0,) * 4), 25),
     "later chunk": (Placement(LOOP, 2, 2), MemoryModel((8.0, 3.6), (1.0, 1.0, 3.0, 2.0), (0.0,) * 4), 20),
     "waiting W": (Placement(LOOP, 3, 1), MemoryModel((18.0, 2.0, 1.5), (2.0, 2.0, 1.0), (1.0, 1.0, 0.5)), 17),
@@ -170,13 +171,15 @@ TIGHT = {  # placement, memory, and the optimum of 3 microbatches with F = I = W
 
 @pytest.mark.parametrize(("placement", "memory", "step"), TIGHT.values(), ids=TIGHT)
 def test_what_the_memory_of_a_rank_cannot_hold_at_once(placement, memory, step):
-    """A microbatch that fills rank 1 from its first forward there on leaves it idle while other ranks have it; one that
-    goes on to a second chunk needs the room of both; no forward while a W waits that leaves no room.
+    """If a microbatch fills rank 1 from its first forward there, rank 1 is idle while other ranks run this microbatch.
+    A
+    microbatch that continues in a second chunk needs room for both chunks. While the memory of a waiting W leaves no
+    room, no forward runs.
     """
     assert lower_bound(placement, 3, StageCosts.uniform(placement.num_stages), memory=memory).step == step
 
 
-# Steps of the best plans of the drawn problems below: CP-SAT has found each, and proven that none is shorter.
+# Steps of the best plans for the random problems below. CP-SAT has found them, and proven that no plan is shorter.
 OPTIMA = (24, 28, 66, 56, 33, 31, 17, 60, 38, 36, 24, 54, 39, 26, 36, 33, 32, 19, 24, 54, 18, 38, 22, 23)
 
 

@@ -20,7 +20,7 @@ from megatron_pp.planner.plan_search import peak_memory
 
 
 def start(name, size, chunks, m, costs=None):
-    """A named plan with its problem, at the memory that it takes itself, and its step."""
+    """The problem of a named plan, with the plan's own memory as the limit, and the plan's orders and step."""
     plan = lowered_plan(PlanSpec(name, size, chunks, m))
     stages = plan.placement.num_stages
     costs, ones = costs or StageCosts.uniform(stages), (1.0,) * stages
@@ -49,7 +49,8 @@ def test_what_it_finds_runs_as_fast_as_it_says_within_the_limit(name):
 
 
 def test_it_reaches_the_bound_from_a_poor_start():
-    """ZB-H1 is the best under its memory; GPipe's order with its W at the end is far from what its memory allows."""
+    """ZB-H1 is the best plan in its memory. GPipe's order with all W at the end is much longer than its memory
+    allows."""
     plan, problem, found = start("zb_h1", 3, 1, 6)
     poor = [[at for op in "FIW" for at in order if at.op == op] for order in found.orders]
     free = Problem(plan.placement, 6, MemoryModel((9.0,) * 3, (1.0,) * 3, (1.0,) * 3), problem.costs)
@@ -67,8 +68,8 @@ def test_it_is_the_same_everywhere_and_stops_at_the_bound():
 
 
 def test_messages_of_a_channel_take_turns():
-    """Outputs leave at 0.5, 1 and 1.5 and arrive at 2.5, 4.5 and 6.5; gradients leave from 8 on and arrive at 10, 12
-    and 14, where the last backward takes 1.
+    """Outputs are sent at 0.5, 1 and 1.5 and arrive at 2.5, 4.5 and 6.5. Gradients are sent from 8 on and arrive at 10,
+    12 and 14; then the last backward takes 1.
     """
     plan = lowered_plan(PlanSpec("gpipe", 2, 1, 3))
     memory, costs = MemoryModel((9.0,) * 2, (1.0,) * 2, (1.0,) * 2), StageCosts.uniform(2, 0.5, 0.5, 0.5)
@@ -99,7 +100,9 @@ def test_they_run_as_planned_and_within_the_memory():
 
 
 def test_half_the_memory_of_16_ranks_is_used_better_than_by_any_other_pattern():
-    """Microbatches 4.4 apart meet on no rank, as a forward, a backward and two transfers take 2.2."""
+    """Microbatches that start 4.4 apart never need a rank at the same time: a forward, a backward and two transfers
+    take
+    2.2."""
     placement, costs = Placement(LOOP, 16, 1), StageCosts.uniform(16)
     memory = MemoryModel.in_chunks(placement, 8.0)
     found = no_wait(Problem(placement, 64, memory, costs, 0.1))

@@ -1,4 +1,5 @@
-"""The automatic scheduler: keeps to the limit, never worse than what has a name, and at times better."""
+"""The automatic scheduler keeps to the memory limit. It is never worse than the named schedules, and sometimes
+better."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_never_worse_than_the_best_named_family_under_the_limit(data: st.DataObj
 
 
 def test_rounding_makes_no_named_family_shorter_than_the_best() -> None:
-    """All of them take as long as each other; summed in another order, one is a rounding shorter."""
+    """All families take the same time. Summed in another order, one of them is shorter by rounding."""
     times = (1.8901932012278273, 1.0), (1.0, 1.0), (1.0, 1.0)
     result = search("auto", 1, 2, 6, Measured(*times, memory_limit=4.0, weight_activation=1.0))
     assert result.best.makespan <= min(candidate.makespan for candidate, fits in result.named if fits)
@@ -72,7 +73,8 @@ def test_rounding_makes_no_named_family_shorter_than_the_best() -> None:
 
 @pytest.mark.slow
 def test_finds_better_than_v_min_in_v_mins_memory() -> None:
-    """P = 8: V-Min idles 27 chunk units; the search fills its warm-up and cool-down under the same 8 chunks."""
+    """At P = 8, V-Min is idle for 27 chunk units. The search fills its warm-up and cool-down, with the same memory of 8
+    chunks."""
     result = search("auto_v", 8, 2, 16, Measured(memory_limit=8.0))
     v_min = next(c for c, _ in result.named if c.name == "v_min")
     assert v_min.makespan == 6 * 16 + 27
@@ -89,9 +91,9 @@ def test_finds_interleaving_without_its_extra_memory() -> None:
 
 @pytest.mark.slow
 def test_measured_times_and_transfers_gain_from_the_search() -> None:
-    """Between the memory of ZB-H1 (4) and ZB-H2 (7) there is something for 6: named orders leave it unused.
+    """With a memory of 6, between ZB-H1 (4) and ZB-H2 (7), the search finds a shorter plan than the named orders.
 
-    With two receives of a channel posted ahead it would be 28.9, and such a plan hangs in one hardware queue.
+    With two receives of a channel posted ahead the step would be 28.9, but such a plan hangs in one hardware queue.
     """
     measured = Measured(1.0, 1.3, 0.8, transfer=0.2, memory_limit=6.0)
     result = search("auto", 4, 1, 8, measured)
@@ -107,7 +109,7 @@ def test_finds_the_optimum_of_a_small_uneven_case() -> None:
 
 @pytest.mark.slow
 def test_messages_do_not_hold_up_an_order_that_is_at_the_bound() -> None:
-    """With receives a slot ahead and sends released a slot later, as elsewhere, it takes 32.65."""
+    """With receives posted one slot ahead and sends released one slot later, as in other plans, it takes 32.65."""
     times = (1.5, 1.4, 0.65, 1.0), (1.55, 1.55, 0.55, 1.1), (1.15, 0.95, 0.45, 0.6)
     measured = Measured(*times, transfer=0.9, memory_limit=5.3575, activation=times[0])
     best = search("auto", 4, 1, 4, measured).best
@@ -125,7 +127,7 @@ def test_a_limit_per_rank_is_kept_on_each() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "chunks", "m"), [(1, 3, 4), (2, 2, 5), (3, 3, 5)])
 def test_groups_larger_than_the_pipeline_cost_neither_memory_nor_time(size: int, chunks: int, m: int) -> None:
-    """Named orders of such groups need more than 1F1B's memory, which is the limit where nobody set one."""
+    """Named orders of such groups need more than the memory of 1F1B, which is the limit if none is given."""
     grouped, usual = (search("auto", size, chunks, m, group_size=group) for group in (2 * size, size))
     assert not any(fits for found, fits in grouped.named if not SCHEDULES[found.name].small_groups)
     assert max(grouped.best.peaks) <= size * chunks
@@ -137,7 +139,7 @@ def test_groups_larger_than_the_pipeline_cost_neither_memory_nor_time(size: int,
 @settings(max_examples=100 if EXHAUSTIVE else 6)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.booleans())
 def test_what_one_microbatch_needs_is_enough(size: int, chunks: int, m: int, wave: bool) -> None:
-    """Nothing can do with less, whatever the groups."""
+    """No plan needs less, with groups of any size."""
     name, chunks = ("auto_v", 2) if wave else ("auto", chunks)
     result = search(name, size, chunks, m, Measured(memory_limit=float(chunks)), group_size=2 * size)
     assert max(result.best.peaks) == chunks
@@ -150,7 +152,7 @@ def test_less_than_one_microbatch_needs_is_refused_and_says_so() -> None:
 
 
 def test_an_impossible_limit_is_refused_with_the_nearest() -> None:
-    with pytest.raises(PlanError, match=r"comes nearest: it needs \d.* but the limit is 0.5"):
+    with pytest.raises(PlanError, match=r"needs least: \d.* but the limit is 0.5"):
         search("auto", 4, 1, 8, Measured(memory_limit=0.5))
 
 
@@ -174,8 +176,9 @@ def test_the_scheduler_reports_what_cannot_be_done() -> None:
 
 
 def test_patience_keeps_a_weight_gradient_from_holding_up_what_others_wait_for() -> None:
-    """W takes 10, the next gradient comes 1 after the rank is free: a patient rank idles for 1 rather than for 10
-    later.
+    """W takes 10, and the next gradient arrives 1 after the rank is free. A patient rank waits for 1 instead of
+    delaying
+    the gradient by 10.
     """
     placement = Placement("loop", 2, 1)
     costs = StageCosts.per_stage([1, 1], [2, 1], [10, 10])
@@ -189,7 +192,7 @@ def test_patience_keeps_a_weight_gradient_from_holding_up_what_others_wait_for()
     assert results[1].makespan <= results[0].makespan
 
 
-# -- what is said ---
+# -- announcements and errors ---
 
 
 def test_a_long_search_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:

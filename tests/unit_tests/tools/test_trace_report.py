@@ -1,4 +1,4 @@
-"""What is concluded from traces: files are written from simulated steps, so what must come out is known exactly."""
+"""Conclusions from traces. The trace files are written from simulated steps, so the right results are known exactly."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ SLOW_LINK = Network(1e6, link=Link(bandwidth=1e6 / 1.5), gloo=True)  # 1.5 ms a 
 
 
 def write_traces(folder, steps, *, skew=0, run="abc", pipeline=None, apart=10**4):
-    """Files as ranks would have written them that ran ``steps`` (simulations, in ms), each ``apart`` ms after the one
-    before, rank r's clock r * skew ns ahead."""
+    """Writes the trace files of ranks that run ``steps``.
+
+    A step is a simulation in ms, and begins ``apart`` ms after the step before. The clock of rank r is r * skew ns
+    ahead.
+    """
     plan = steps[0].plan
     pipeline = pipeline or tuple(range(plan.spec.pipeline_size))
     for rank in range(plan.spec.pipeline_size):
@@ -77,7 +80,7 @@ def test_a_step_comes_back_as_it_was(tmp_path, schedule, v, options, skew):
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zb"])
 def test_a_rank_that_waits_for_others_to_end_the_step_before_is_not_idle_in_the_next(tmp_path, schedule):
     first, second = (simulated(schedule, v=1 if schedule == "1f1b" else 2) for _ in range(2))
-    for rank in range(1, 4):  # each goes on at once, to the wait for its first input
+    for rank in range(1, 4):  # the rank continues at once with the wait for its first input
         for times in (second.starts[rank], second.ends[rank][:1]):
             times[0] = first.ends[rank][-1] - first.makespan
         second.starts[rank][1] = second.starts[rank][0]
@@ -91,7 +94,8 @@ def test_a_rank_that_waits_for_others_to_end_the_step_before_is_not_idle_in_the_
 
 
 def test_the_prediction_from_a_run_of_the_simulator_is_that_run(tmp_path):
-    """Costs and transfer times are found again, so simulating with them gives the same step."""
+    """The costs and transfer times found in the traces are those of the simulation, so simulating again gives the same
+    step."""
     costs = StageCosts.per_stage([10, 11, 12, 13], [9, 10, 11, 12], [8, 8, 9, 9])
     step = simulated(costs=costs)
     write_traces(tmp_path, [step])
@@ -114,7 +118,7 @@ def test_the_prediction_from_a_run_of_the_simulator_is_that_run(tmp_path):
     ],
 )
 def test_host_time_is_named_where_it_explains_the_difference(tmp_path, capsys, host, said):
-    """``host`` ms before each compute of rank 3, the last: what it does moves by all of them so far."""
+    """Rank 3, the last one, takes ``host`` ms before each compute, so its events move by the sum of these times."""
     step = simulated()
     late = 0.0
     program = step.plan.timed(3)
@@ -167,7 +171,7 @@ def test_clocks_that_drift_are_put_right_between_two_comparisons(tmp_path):
     path = next(tmp_path.glob("*rank00001*"))
     lines = path.read_text().splitlines()
     record = json.loads(lines[3])
-    # At 9 s this clock was 1 ms ahead, at 11 s 3 ms: at the step's 10 s it was 2.
+    # This clock was 1 ms ahead at 9 s and 3 ms ahead at 11 s, so it was 2 ms ahead at 10 s, the time of the step.
     record["base"] += 2 * MILLISECOND
     lines[1:4] = [
         sync_line(9 * 10**9, MILLISECOND),
@@ -231,7 +235,7 @@ def test_simulate_and_draw_take_measured_values(tmp_path, capsys):
 
 
 def test_rules_of_a_device_that_are_given_beside_a_trace_on_gloo_are_not_dropped(tmp_path, capsys):
-    """Without them plans are made for gloo; gloo has no device."""
+    """Without such rules, plans are made for gloo, which has no device."""
     write_traces(tmp_path, [simulated()])
     for line in ("simulate -s zb_h1 -P 4 -M 8", "advise --memory-gb 80 --global-batch 8 --jobs 1 --schedules 1f1b"):
         words = [*line.split(), "--from-trace", str(tmp_path)]
@@ -241,7 +245,7 @@ def test_rules_of_a_device_that_are_given_beside_a_trace_on_gloo_are_not_dropped
 
 
 def test_a_hidden_transfer_takes_no_more_than_there_was_time(tmp_path):
-    """All that is known of a transfer that no rank waited for is when it was over at the latest."""
+    """Of a transfer that no rank waited for, only the latest possible end is known."""
     step = simulated("gpipe", 2, 1, 8, network=Network(1e6, link=Link(bandwidth=1e6 / 9)))
     write_traces(tmp_path, [step])
     for t in load_run(tmp_path).measured(1).transfers:
