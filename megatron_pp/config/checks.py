@@ -11,10 +11,10 @@ from megatron_pp.errors import ConfigError
 def whole_number(
     name: str, value: object, at_least: int = 1, error: type[ValueError] = ConfigError, hint: str = ""
 ) -> int:
-    """``value`` as an int, if it is a whole number (numpy's are, a bool is none) of at least ``at_least``; raises
-    ``error`` otherwise."""
+    """``value`` as an int. Raises ``error`` unless it is a whole number of at least ``at_least``. numpy's integers are
+    accepted, bools are not."""
     hint = hint and f" ({hint})"
-    # The type first: asking whether something SupportsIndex takes microseconds, and every step asks several times.
+    # The type is compared first: isinstance() with SupportsIndex takes microseconds, and each step checks many values.
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, SupportsIndex)):
         raise error(f"{name} is {value!r}; it must be a whole number of at least {at_least}{hint}")
     whole = operator.index(value)
@@ -33,7 +33,7 @@ def one_of(name: str, value: Any, known: Iterable[object]) -> Any:
 
 
 def check_switch(name: str, value: Any) -> Any:
-    """0, 1 and numpy's switches will do; a text would always be true."""
+    """``value``. Raises ConfigError unless it equals True or False, as 0, 1 and numpy's bools do."""
     if isinstance(value, str) or value not in (False, True):
         raise ConfigError(f"{name} is {value!r}; it must be True or False")
     return value

@@ -1,5 +1,6 @@
-"""What becomes of a setting of `install()`, or of an environment variable: texts are read, names looked up. Each
-function takes the setting's name and a value; it raises ConfigError. Never imports torch.
+"""Conversions of values that `install()` or an environment variable gives: strings are parsed, names are looked up. A
+function that takes a setting's name and a value returns the value that the engine uses, or raises ConfigError. Never
+imports torch.
 """
 
 import os
@@ -20,7 +21,8 @@ _FALSE = ("", "0", "false", "no", "off")
 
 
 def read_flag(text: str) -> bool:
-    """A switch in an environment variable. Raises ConfigError for anything but 1/true/yes/on and 0/false/no/off."""
+    """The value of a switch in the environment. Raises ConfigError unless it is empty, or one of 1, true, yes, on, 0,
+    false, no, off."""
     word = text.strip().lower()
     if word not in _TRUE + _FALSE:
         raise ConfigError(f"{text!r} is not a switch; it must be 1, true, yes or on, or 0, false, no or off")
@@ -28,7 +30,8 @@ def read_flag(text: str) -> bool:
 
 
 def read_number(text: str) -> Any:
-    """Other text is returned as it is: ``accept`` refuses it, and says what would be right."""
+    """The int or float that ``text`` holds. Any other text is returned unchanged: ``accept`` rejects it with an error
+    that names the accepted values."""
     for kind in (int, float):
         try:
             return kind(text)

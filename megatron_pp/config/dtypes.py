@@ -1,4 +1,4 @@
-"""A dtype as settings give it. Here alone the config loads torch, as plans and their files need none."""
+"""Reading and checking of dtypes in settings. Only this module of the config loads torch: plans need no torch."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from megatron_pp.errors import ConfigError
 
 
 def dtype_named(name: str, unknown: Any = None) -> Any:
-    """``torch.bfloat16`` or ``bfloat16`` -> the dtype; ``unknown`` where torch has none of this name."""
+    """The dtype of ``torch.bfloat16`` or ``bfloat16``. Returns ``unknown`` if torch has no dtype of this name."""
     import torch
 
     return getattr(torch, name.removeprefix("torch."), unknown)
 
 
 def check_dtype(name: str, value: Any) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError unless ``value`` is a floating point dtype."""
     import torch
 
     if not isinstance(value, torch.dtype) or not value.is_floating_point:

@@ -1,5 +1,5 @@
-"""Megatron's `--hybrid-layer-pattern`: a letter for each layer, ``|`` between pipeline stages, and behind each ``/``
-the letters of a layer that predicts a further token."""
+"""Megatron's `--hybrid-layer-pattern`: a letter for each layer, and ``|`` between pipeline stages. The letters after
+each ``/`` are those of a layer that predicts one more token."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 
 class HybridPattern(NamedTuple):
-    """``stages``: letters of the layers of each stage in model order; one alone: the pattern names no stages.
-    ``predictions``: letters of each prediction."""
+    """``stages``: letters of the layers of each stage, in model order. If the pattern names no stages, it has one
+    entry. ``predictions``: letters of the layers of each further prediction."""
 
     stages: tuple[str, ...]
     predictions: tuple[str, ...]
 
     @classmethod
     def read(cls, text: Any) -> HybridPattern:
-        """``None`` is a pattern without a layer."""
+        """The pattern that ``text`` spells. ``None`` gives a pattern without layers."""
         main, *predictions = ("" if text is None else str(text)).strip("'\"").split("/")
         return cls(tuple(main.split("|")), tuple(predictions))
 

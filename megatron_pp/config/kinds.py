@@ -1,5 +1,5 @@
-"""What kinds of settings there are: how a value of `install()` is checked, and how a text becomes one. Never imports
-torch. Of a config, ``step_fields.py`` checks what steps read, and a config itself the rest when it is made.
+"""The kinds of settings: how a value given to `install()` is checked, and how text is read as a value. A config checks
+its other fields when it is made; ``step_fields.py`` has the checks of fields that steps read. Never imports torch.
 """
 
 import os
@@ -16,14 +16,14 @@ Accept = Callable[[str, Any], Any]
 
 
 class Kind(NamedTuple):
-    """What values a setting takes.
+    """Which values a setting takes, and how they are checked.
 
-    accept        (name, value) -> the value as the engine takes it; raises ConfigError
+    accept        (name, value) -> the value that the engine uses; raises ConfigError
     read          text of an environment variable or a flag -> a value for ``accept``
-    when_made     whether ``accept`` checks the value of a config when that is made; not for what steps check
+    when_made     whether a config calls ``accept`` when it is made; False if steps check the field
     install       whether it is a setting of `install()`
-    only_keyword  one that can be given as a keyword alone
-    choices       all values, where they are few
+    only_keyword  whether it can only be given as a keyword, not as text
+    choices       all accepted values, if they can be listed
     """
 
     accept: Accept
@@ -34,7 +34,8 @@ class Kind(NamedTuple):
     choices: tuple[str, ...] = ()
 
     def value_of(self, name: str, text: str, where: str) -> Any:
-        """The value that ``text`` gives the setting ``name``. Raises ConfigError, which begins with ``where``."""
+        """The value of the setting ``name`` that ``text`` gives. Raises ConfigError; its message begins with
+        ``where``."""
         try:
             return self.accept(name, self.read(text))
         except ConfigError as error:
@@ -42,7 +43,7 @@ class Kind(NamedTuple):
 
 
 def _convert(function: str, *args: Any) -> Any:
-    """What this function of `conversions`, which is loaded here, returns."""
+    """The result of this function of `conversions`. That module is loaded only when a value is converted."""
     from megatron_pp.config import conversions
 
     return getattr(conversions, function)(*args)
@@ -52,12 +53,12 @@ _read_number = partial(_convert, "read_number")
 
 
 def as_in_steps(name: str, value: Any) -> Any:
-    """``value``, if it passes the check of steps for the field ``name``."""
+    """``value``. Raises ConfigError unless it passes the check that steps make of the field ``name``."""
     return CHECKS[name](name, value)
 
 
 def _switch(name: str, value: Any) -> Any:
-    """``value``, a setting of ours: no number stands for it."""
+    """``value``. Raises ConfigError unless it is a bool: a setting that Megatron lacks does not accept 0 or 1."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}; it must be true or false")
     return value
@@ -70,12 +71,12 @@ def _probability(name: str, value: Any) -> Any:
 
 
 def choice(choices: Sequence[str], accept: Accept = as_in_steps, **more: Any) -> Kind:
-    """One of several words."""
+    """The kind of a setting whose value is one of ``choices``."""
     return Kind(accept, choices=tuple(choices), **more)
 
 
 def function_of(module: str, names: str) -> Kind:
-    """A function, or the name of one of those in ``names`` of the module that a feature has."""
+    """The kind of a setting that is a function, or its name in the dict ``names`` of a feature's ``module``."""
     return Kind(partial(_convert, "function_of", module, names))
 
 
@@ -108,8 +109,7 @@ IN_ENVIRONMENT = {
 
 
 def read_variable(name: str) -> Any:
-    """What its environment variable says of a field of IN_ENVIRONMENT; None where that is not set, or empty. Raises
-    ConfigError."""
+    """The value of a field's environment variable, None if it is not set or empty. Raises ConfigError."""
     variable = variable_of(name)
     text = os.environ.get(variable)
     return IN_ENVIRONMENT[name].value_of(name, text, f"environment variable {variable}") if text else None

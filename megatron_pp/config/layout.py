@@ -1,7 +1,7 @@
-"""Which stage holds which layers: every layer exactly once, or a named error. Never imports torch.
+"""Which stage holds which layers. Each layer is placed exactly once, or LayoutError is raised. Never imports torch.
 
-Megatron dropped what did not divide: 30 layers over 4 ranks built 28 (NVIDIA/Megatron-LM#1304). Stages come in model
-order (that is loop placement's vp(0)pp(0), vp(0)pp(1), ...).
+Megatron dropped layers that did not divide: of 30 layers over 4 ranks it built 28 (NVIDIA/Megatron-LM#1304). Stages are
+in model order. In the loop placement these are vp(0)pp(0), vp(0)pp(1), ...
 """
 
 from itertools import accumulate, pairwise
@@ -34,8 +34,8 @@ def place_layers(
     account_for_embedding, account_for_loss   the embedding (the loss) counts as one layer of the first (last) stage
     placement               which rank holds which stage: "loop" or "v"
 
-    Raises LayoutError, with the nearest numbers that work, for a layer that would be left over or placed twice, and for
-    an empty stage between the first and the last."""
+    Raises LayoutError, with the nearest numbers that work, if a layer would be left over or placed twice, or if a stage
+    between the first and the last would be empty."""
     num_layers = whole_number("num_layers", num_layers, error=LayoutError)
     if num_layers > _MOST_LAYERS:
         raise LayoutError(f"num_layers is {num_layers}; at most {_MOST_LAYERS:,} layers can be placed")
@@ -68,10 +68,10 @@ def _check_one_way(layout: Any, first: int | None, last: int | None, accounts: b
 
 
 def _even_counts(num_layers: int, place: Placement, embedding: bool, loss: bool) -> list[int]:
-    """The same for every stage. ``embedding`` and ``loss``: whether they count as one layer each."""
+    """The same number of layers for each stage. ``embedding`` and ``loss``: whether each counts as one layer."""
     extra, stages = embedding + loss, place.num_stages
     if (num_layers + extra) % stages:
-        counted = " (with embedding and loss as asked)" if extra else ""
+        counted = " (with embedding or loss counted as layers)" if extra else ""
         from megatron_pp.config import layout_text
 
         problem = (
@@ -83,12 +83,12 @@ def _even_counts(num_layers: int, place: Placement, embedding: bool, loss: bool)
     counts[0] -= embedding
     counts[-1] -= loss
     if min(counts) < 0:
-        raise LayoutError(f"num_layers is {num_layers}: nothing is left beside embedding and loss on {stages} stage(s)")
+        raise LayoutError(f"num_layers is {num_layers}: too few beside embedding and loss on {stages} stage(s)")
     return counts
 
 
 def _check_no_empty_stage(counts: list[int]) -> None:
-    """The first and last stage have embedding and loss to do; any other must have a layer."""
+    """Raises LayoutError if a middle stage has no layer. The first and the last stage have embedding and loss."""
     for stage in range(1, len(counts) - 1):
         if counts[stage] == 0:
             raise LayoutError(

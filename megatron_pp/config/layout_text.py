@@ -1,4 +1,4 @@
-"""Layers per stage as a user gives them: as lists, as text, or for the first and last stage. Never imports torch.
+"""Reads the layers per stage that a user gives: as lists, as text, or for the two ends. Never imports torch.
 
 `pipeline_model_parallel_layout` is
 
@@ -26,7 +26,7 @@ _LETTERS = {"E": _EMBEDDING, "t": _DECODER, "L": _LOSS}
 _REPEATED_GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d+))?")
 _REPEATED_LETTER = re.compile(r"([A-Za-z|])\*(\d+)")
 _MOST_DIGITS = 18
-_LONGEST_TEXT = 1_000_000  # a repetition that unrolls to more is a typing error, not a model
+_LONGEST_TEXT = 1_000_000  # a longer unrolled text is a typing error, not a model
 
 
 def chunks_text(place: Placement) -> str:
@@ -34,8 +34,8 @@ def chunks_text(place: Placement) -> str:
 
 
 def layers_per_stage(layout: LayerLayout) -> list[int]:
-    """The number of layers of each stage, in model order. Raises LayoutError where the layout is none of the accepted
-    kinds, names an unknown layer, repeats, skips or reorders layer numbers, or puts embedding or loss anywhere but at
+    """The number of layers of each stage, in model order. Raises LayoutError if the layout is of no accepted kind,
+    names an unknown layer, repeats, skips or reorders layer numbers, or has the embedding or the loss elsewhere than at
     the two ends."""
     if isinstance(layout, str):
         return _read_text(layout)
@@ -72,18 +72,21 @@ def _read_text(text: str) -> list[int]:
 
 
 def _unroll(compact: str, text: str) -> str:
-    """Innermost groups first, until no repetition is left."""
+    """``compact`` without repetitions. Innermost groups are written out first."""
     for pattern in (_REPEATED_GROUP, _REPEATED_LETTER):
         while (match := pattern.search(compact)) is not None:
             times = _number(match[2] or "1", text)
             if len(match[1]) * times > _LONGEST_TEXT:
-                raise LayoutError(f"pipeline_model_parallel_layout {text!r} repeats {match[1]!r} {times} times")
+                raise LayoutError(
+                    f"pipeline_model_parallel_layout {text!r} repeats {match[1]!r} {times} times; without repetitions "
+                    f"the text may have at most {_LONGEST_TEXT:,} characters"
+                )
             compact = compact[: match.start()] + match[1] * times + compact[match.end() :]
     return compact
 
 
 def _number(digits: str, text: str) -> int:
-    """Python itself refuses to read numbers of thousands of digits."""
+    """The int of ``digits``. Raises LayoutError if there are too many: ``int()`` raises for thousands of digits."""
     if len(digits) > _MOST_DIGITS:
         raise LayoutError(f"pipeline_model_parallel_layout {text[:60]!r} has a number of {len(digits)} digits")
     return int(digits)
@@ -92,12 +95,12 @@ def _number(digits: str, text: str) -> int:
 def _check_counts(counts: list[int]) -> list[int]:
     for stage, count in enumerate(counts):
         if count < 0:
-            raise LayoutError(f"pipeline_model_parallel_layout gives stage {stage} {count} layers; the least is 0")
+            raise LayoutError(f"pipeline_model_parallel_layout gives stage {stage} {count} layers; give it 0 or more")
     return counts
 
 
 def _count_numbers(stages: list[list[int]]) -> list[int]:
-    """Counts of layer numbers, which must be 0, 1, 2, ... in model order: a model's layers run in sequence."""
+    """The number of layers of each stage. Raises LayoutError unless the numbers are 0, 1, 2, ... in model order."""
     expected = 0
     for stage, numbers in enumerate(stages):
         for number in numbers:
@@ -134,7 +137,7 @@ def _is_whole(entry: object) -> bool:
 
 
 def counts_of(layout: LayerLayout, num_layers: int, place: Placement) -> list[int]:
-    """Layers of each stage of ``place``. Raises LayoutError where they are not ``num_layers`` on that many stages."""
+    """Layers of each stage of ``place``. Raises LayoutError for another number of stages, or of layers, than given."""
     counts = layers_per_stage(layout)
     if len(counts) != place.num_stages:
         raise LayoutError(
@@ -147,7 +150,8 @@ def counts_of(layout: LayerLayout, num_layers: int, place: Placement) -> list[in
 
 
 def counts_with_own_ends(num_layers: int, place: Placement, first: int | None, last: int | None) -> list[int]:
-    """Megatron's rule: counts are per pipeline rank, and a rank's chunks share them evenly."""
+    """Layers of each stage if the first or last rank has its own count. Counts are per pipeline rank, and a rank's
+    chunks share them evenly, as in Megatron."""
     size, chunks = place.pipeline_size, place.num_chunks
     if size == 1:
         raise LayoutError(
@@ -163,7 +167,7 @@ def counts_with_own_ends(num_layers: int, place: Placement, first: int | None, l
 
 
 def _share_of_middle(num_layers: int, at_ends: int, middle: int, place: Placement) -> int:
-    """Layers of each rank that was given no number of its own."""
+    """Layers of each of the ``middle`` ranks that have no count of their own."""
     left = num_layers - at_ends
     if middle == 0:
         if left:
@@ -191,7 +195,7 @@ def _check_rank_count(name: str, count: int, num_layers: int, chunks: int) -> No
         raise LayoutError(f"{name} is {count}, more than num_layers {num_layers}")
 
 
-_EXAMPLE_STAGES = 16  # a longer list makes an error unreadable
+_EXAMPLE_STAGES = 16  # a longer list would make the error unreadable
 
 
 def balanced_layout(num_layers: int, num_stages: int) -> list[int]:
@@ -202,7 +206,8 @@ def balanced_layout(num_layers: int, num_stages: int) -> list[int]:
 
 
 def refuse_division(num_layers: int, place: Placement, at_ends: int, share: int, problem: str) -> NoReturn:
-    """Layers beyond ``at_ends``, of which there may be fewer than none, must be a multiple of ``share``."""
+    """Raises LayoutError with the nearest numbers of layers. Those beyond ``at_ends`` must be a multiple of ``share``.
+    ``at_ends`` is negative if embedding or loss count as layers."""
     hint = ""
     if place.num_stages <= min(num_layers, _EXAMPLE_STAGES):
         example = balanced_layout(num_layers, place.num_stages)

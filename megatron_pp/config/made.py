@@ -1,5 +1,5 @@
-"""What makes a config impossible when it is made. Each check raises with the value and the nearest legal one. A step
-under Megatron, which makes its own configs, loads none of this.
+"""Checks of a config when it is made. Each raises with the value and the nearest legal one. A step under Megatron does
+not load this module, because Megatron makes its own configs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_pp.plan.ir.placement import Placement
 
 
 def check_made(config: Any) -> None:
-    """What the schedules and the communication between stages read."""
+    """Check the fields that the schedules and the communication between stages read. Raises ConfigError."""
     _check_values(config)
     _check_parallel_sizes(config)
     _check_dtypes(config)
@@ -46,7 +46,7 @@ def check_model_sizes(config: Any) -> None:
 
 
 def _check_values(config: Any) -> None:
-    """Of each field by itself, and what no two of them may be at once."""
+    """Check each field by itself, and the pairs of fields that exclude each other."""
     for field in dataclasses.fields(config):
         value, kind = getattr(config, field.name), field.metadata.get("kind")
         default = None if field.default is dataclasses.MISSING else field.default

@@ -1,4 +1,4 @@
-"""Values that plans are made for: times that were measured, and costs of unequal microbatches. Never imports torch."""
+"""The values that plans are made for: measured times, and costs of unequal microbatches. Never imports torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megatron_pp.plan.ir.placement import Placement
 
 
 def measured_of(config: Any, placement: Placement | None = None) -> Measured | None:
-    """What the automatic schedules plan for. Raises ScheduleError, also where it does not fit ``placement``."""
+    """The times and memory that the automatic schedules plan for. None if none are given. Raises ScheduleError if they
+    cannot be read, or do not fit ``placement``."""
     if config.pipeline_measured is None:
         return None
     try:
@@ -25,7 +26,7 @@ def measured_of(config: Any, placement: Placement | None = None) -> Measured | N
 
 
 def checked_costs(costs: Any, count: int | None = None) -> tuple[float, ...]:
-    """What each of ``count`` microbatches costs; None: of any number of them."""
+    """The cost of each microbatch. Raises ConfigError unless there are ``count`` costs; None: any number."""
     if not isinstance(costs, Iterable):
         raise ConfigError(f"microbatch_costs is {costs!r}; it must be a list of numbers above 0, or a function")
     found = tuple(costs)
@@ -39,7 +40,7 @@ def checked_costs(costs: Any, count: int | None = None) -> tuple[float, ...]:
 
 
 def costs_of_step(given: Any, count: int) -> tuple[float, ...]:
-    """What each of the ``count`` microbatches of a step costs; () if nothing says so. ``given``: the setting, which is
-    called if it is a function."""
+    """The cost of each of the ``count`` microbatches of a step; () if no costs are given. ``given``: the setting, which
+    is called if it is a function."""
     costs = given() if callable(given) else given
     return () if costs is None else checked_costs(costs, count)

@@ -1,4 +1,4 @@
-"""Which numbers of microbatches a pipeline can run, and which of them at full speed. Never imports torch.
+"""Which numbers of microbatches run at full speed. Never imports torch.
 
 Every count of at least 1 is legal here. Megatron refuses two kinds that are merely slower: fewer microbatches than
 ranks, and an interleaved schedule whose last group has fewer microbatches than there are ranks (its rule is in

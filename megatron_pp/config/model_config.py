@@ -1,7 +1,7 @@
-"""The configuration the schedules read: Megatron's field names, and ours.
+"""The configuration that the schedules read: Megatron's field names, and ours.
 
-The engine takes any object with these field names, Megatron-core's own dataclasses among them; where such an object
-lacks a field, the default here holds (`config.settings`).
+The engine takes any object with these field names, also Megatron-core's dataclasses. If the object lacks a field, the
+default here holds (`config.settings`).
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 else:  # the command line reads these fields without torch
     Dtype = Any
 
-# -- how a field is written: its default, one line of help, and what kind of value it takes ---------------------------
+# -- how a field is written: its default, one line of help, and the kind of its value ---------------------------------
 
 _AS_IN_STEPS = object()
 
@@ -41,8 +41,8 @@ _AS_IN_STEPS = object()
 def setting(
     default: Any, help_text: str, kind: Kind | None = None, *, cli: bool = True, section: str | None = None
 ) -> Any:
-    """A dataclass field. Metadata: help, kind, whether it makes a command-line flag, and, on the first field of a
-    section, the section's name."""
+    """A dataclass field. Its metadata has the help, the kind, whether it makes a command-line flag, and on the first
+    field of a section the section's name."""
     kind = kinds.FLAG if kind is None and isinstance(default, bool) else kind
     metadata = {"help": help_text, "kind": kind, "cli": cli, "section": section}
     if isinstance(default, partial):
@@ -51,17 +51,17 @@ def setting(
 
 
 def read_by_steps(help_text: str, kind: Kind | None = None, *, cli: bool = True, section: str | None = None) -> Any:
-    """A field that steps read: its default, and the check of its value, are in `step_fields.py`."""
+    """A dataclass field that steps read. `step_fields.py` has its default and the check of its value."""
     return setting(_AS_IN_STEPS, help_text, kind, cli=cli, section=section)
 
 
 def hook(help_text: str, section: str | None = None) -> Any:
-    """Such a field for callables, so never a flag."""
+    """A dataclass field that steps read and that holds callables. It makes no flag."""
     return read_by_steps(help_text, kinds.HOOK, cli=False, section=section)
 
 
 def setting_from_env(name: str, help_text: str) -> Any:
-    """Such a field whose default is in its environment variable when the object is made, if that is set."""
+    """A dataclass field whose default is read from its environment variable when a config is made, if that is set."""
     return setting(partial(_from_env, name), f"{help_text} [env {variable_of(name)}]", kinds.IN_ENVIRONMENT[name])
 
 
@@ -74,7 +74,7 @@ Class = TypeVar("Class", bound=type[Any])
 
 
 def with_defaults(config: Class) -> Class:
-    """``config``, whose fields that are `read_by_steps` get the defaults of `step_fields.py`."""
+    """``config``, after its fields made by `read_by_steps` got the defaults of `step_fields.py`."""
     for name, field in vars(config).items():
         if isinstance(field, dataclasses.Field) and field.default is _AS_IN_STEPS:
             field.default = DEFAULTS[name]
@@ -89,11 +89,11 @@ Config = TypeVar("Config", bound="ModelParallelConfig")
 @dataclass
 @with_defaults
 class ModelParallelConfig:
-    """What the schedules and the communication between stages read.
+    """The settings that the schedules and the communication between stages read.
 
-    Fields left None are filled in as Megatron does: `microbatch_group_size_per_vp_stage` (P), `batch_p2p_comm` (not
-    `overlap_p2p_comm`), `autocast_dtype` (`params_dtype`). `replace` makes a changed copy in which they are worked out
-    anew.
+    Three fields that are None are filled in as Megatron does: `microbatch_group_size_per_vp_stage` (P),
+    `batch_p2p_comm` (not `overlap_p2p_comm`), `autocast_dtype` (`params_dtype`). `replace` makes a changed copy and
+    fills these fields in again.
 
     Raises ConfigError or a subclass, with the value and the nearest legal one."""
 
@@ -105,7 +105,7 @@ class ModelParallelConfig:
     )
     context_parallel_size: int = read_by_steps("ranks that split the sequence", kinds.SIZE)
     data_parallel_size: int | None = setting(
-        None, "replicas of the pipeline; None: what the world size leaves", kinds.SIZE
+        None, "replicas of the pipeline; None: the world size divided by the other sizes", kinds.SIZE
     )
     sequence_parallel: bool = read_by_steps(
         "split activations along the sequence over the tensor parallel ranks", kinds.FLAG
@@ -145,9 +145,11 @@ class ModelParallelConfig:
     variable_seq_lengths: bool = read_by_steps(
         "microbatches differ in shape; the shape is sent before each tensor", kinds.SWITCH
     )
-    overlap_p2p_comm: bool = read_by_steps("send and receive while computing, in warm-up and flush too", kinds.SWITCH)
+    overlap_p2p_comm: bool = read_by_steps(
+        "overlap sends and receives with compute, also in warm-up and flush", kinds.SWITCH
+    )
     batch_p2p_comm: bool | None = read_by_steps(
-        "group sends and receives into one call; None: unless overlap_p2p_comm", kinds.SWITCH
+        "group sends and receives into one call; None: the opposite of overlap_p2p_comm", kinds.SWITCH
     )
     batch_p2p_sync: bool = read_by_steps(
         "wait for the device after each grouped call, as old releases of PyTorch needed", kinds.SWITCH
@@ -173,15 +175,15 @@ class ModelParallelConfig:
         "cut sequences into slices of equal cost under causal attention, not of equal length", kinds.FLAG
     )
     offload_chunks: int | None = read_by_steps(
-        "the first so many model chunks of every rank keep their activations in host memory between forward and "
-        "backward; None: half of the chunks under pipe_offload, otherwise none",
+        "number of model chunks of each rank, from its first, whose activations are in host memory between forward "
+        "and backward; None: half of the chunks under pipe_offload, otherwise 0",
         kinds.COUNT,
     )
     offload_slots: int = read_by_steps(
-        "compute operations during which the plan lets a copy to host memory, or back, run", kinds.COUNT
+        "number of compute operations for which the plan lets a copy to host memory, or back, run", kinds.COUNT
     )
     fsdp_collectives: str | None = read_by_steps(
-        "when the plan gathers parameters and reduces gradients of stages that fully_shard (FSDP2) shards: "
+        "when the plan gathers parameters and reduces gradients of stages sharded by fully_shard (FSDP2): "
         "per_step, per_run, zero2, zero3 (presets) or by_cost; None: FSDP2's own hooks do it",
         kinds.choice(FSDP_COLLECTIVES),
     )
@@ -195,7 +197,7 @@ class ModelParallelConfig:
         cli=False,
     )
     skip_cache: str = read_by_steps(
-        "which skip tensors a rank keeps, so that they are not sent to it again: none, received, or all (its own too)",
+        "which skip tensors a rank keeps, so that they are not sent to it again: none, received, or all (also its own)",
         kinds.choice(CACHES, install=False),
         cli=False,
     )
@@ -231,12 +233,12 @@ class ModelParallelConfig:
         kinds.SECONDS,
     )
     step_number: int | Callable[[], int] | None = read_by_steps(
-        "the program's number of this step, or a function that returns it; ranks in different steps are an error",
+        "the program's number of this step, or a function that returns it; ranks in different steps raise an error",
         kinds.STEP_NUMBER,
         cli=False,
     )
     warm_up_p2p: bool = read_by_steps(
-        "connect neighbours before the first step, not within it; NCCL's channels always are", kinds.SWITCH
+        "connect neighbours before the first step, not within it; on NCCL they always connect before it", kinds.SWITCH
     )
     device_sync: bool | None = read_by_steps(
         "True: compute synchronises the device, so no receive is posted ahead; False: receives are posted ahead, also "
@@ -286,7 +288,7 @@ class ModelParallelConfig:
         )
 
     def _fill_in(self, **derived: Any) -> frozenset[str]:
-        """Set the fields left None that Megatron derives; returns their names."""
+        """Set those of the ``derived`` fields that are None. Returns their names."""
         missing = [name for name in derived if getattr(self, name) is None]
         for name in missing:
             setattr(self, name, derived[name])
@@ -317,7 +319,7 @@ class ModelParallelConfig:
         return rules.schedule_family(self.pipeline_schedule, self.num_chunks, hooks_asked_by(self))
 
     def explain_microbatch_count(self, num_microbatches: int) -> "MicrobatchCount":
-        """The effect of this number of microbatches on speed; raises MicrobatchCountError unless it is at least 1."""
+        """The effect of this number of microbatches on speed. Raises MicrobatchCountError if it is below 1."""
         from megatron_pp.config.microbatch_counts import explain_microbatch_count
 
         sizes: tuple[Any, ...] = (self.pipeline_model_parallel_size,)
@@ -326,7 +328,7 @@ class ModelParallelConfig:
         return explain_microbatch_count(num_microbatches, *sizes)
 
     def __new__(cls, *values: Any, **options: Any) -> Any:
-        """Raises TypeError for an option that is none, with the nearest one, ConfigError for one that there was."""
+        """Raises TypeError for an unknown option, with the nearest known one, and ConfigError for a removed option."""
         known = inspect.signature(cls.__init__).parameters
         unknown = [name for name in options if name not in known]
         if unknown and not any(one.kind is one.VAR_KEYWORD for one in known.values()):
@@ -336,7 +338,8 @@ class ModelParallelConfig:
         return super().__new__(cls)
 
     def replace(self: Config, **changes: Any) -> Config:
-        """A changed copy; derived values are computed again (dataclasses.replace keeps them). Raises as the class."""
+        """A changed copy, in which derived values are computed again (dataclasses.replace keeps them). Raises as the
+        class does."""
         fresh: dict[str, Any] = {name: None for name in self._filled_in if name not in changes}
         return dataclasses.replace(self, **fresh, **changes)
 
@@ -344,7 +347,7 @@ class ModelParallelConfig:
 @dataclass
 @with_defaults
 class TransformerConfig(ModelParallelConfig):
-    """Adds the sizes of a transformer and where its layers go. Raises LayoutError where a layer would be left over."""
+    """Adds the sizes of a transformer, and where its layers go. Raises LayoutError if a layer would be left over."""
 
     num_layers: int = setting(0, "transformer layers of the whole model", kinds.SIZE, section="model")
     hidden_size: int = read_by_steps("width of the residual stream", kinds.SIZE)

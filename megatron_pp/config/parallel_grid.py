@@ -47,8 +47,9 @@ def fit_grid(
     context_parallel: int = 1,
     data_parallel: int | None = None,
 ) -> Grid:
-    """The grid of ``world_size`` ranks; data parallelism takes what the others leave. Raises WorldSizeError, with the
-    nearest world sizes that fit, where something is left over, and ConfigError for sizes below 1."""
+    """The grid of ``world_size`` ranks. Without ``data_parallel``, the data-parallel size is the quotient. Raises
+    WorldSizeError, with the nearest world sizes that fit, if the sizes do not divide the world size, and ConfigError
+    for sizes below 1."""
     whole_number("tensor_model_parallel_size", tensor_parallel)
     whole_number("pipeline_model_parallel_size", pipeline_parallel)
     whole_number("context_parallel_size", context_parallel)

@@ -1,4 +1,4 @@
-"""The errors of schedules that are not known, or do not fit the number of model chunks."""
+"""The errors for an unknown schedule, and for one that does not fit the number of model chunks."""
 
 from megatron_pp.common.names import did_you_mean
 from megatron_pp.errors import PlanError, ScheduleError
@@ -6,7 +6,7 @@ from megatron_pp.plan import orders
 
 
 def error_of_chunks(name: str, needed: int | None, given: int) -> ScheduleError:
-    """The schedule ``name`` needs another number of model chunks."""
+    """The error for a schedule that needs another number of model chunks than ``given``."""
     fitting = [name for name, family in orders.SCHEDULES.items() if family.chunks in (None, given)]
     return ScheduleError(
         f"pipeline_schedule {name!r} needs {needed} model chunk(s) a rank; {given} were given "
@@ -15,7 +15,7 @@ def error_of_chunks(name: str, needed: int | None, given: int) -> ScheduleError:
 
 
 def error_of_name(name: str, error: PlanError) -> ScheduleError:
-    """There is no schedule ``name``, or its file cannot be read, as ``error`` says."""
+    """The error for an unknown schedule ``name``, or for a file that cannot be read, as ``error`` says."""
     if orders.names_a_file(name):
         return ScheduleError(f"pipeline_schedule: {error}")
     hint = did_you_mean(name, orders.SCHEDULES)

@@ -1,5 +1,4 @@
-"""What makes a step's settings impossible. Each check raises with the value and the nearest legal one; ``made.py`` has
-those of whole configs."""
+"""Checks of a step's settings. They raise with the value and the nearest legal one. ``made.py`` checks a config."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def check_timeouts(config: Any) -> None:
 
 
 def lowering_policy(config: Any) -> str:
-    """The policy of overlap_p2p_comm and batch_p2p_comm. Raises ConfigError where both are set."""
+    """The policy that overlap_p2p_comm and batch_p2p_comm choose. Raises ConfigError if both are set."""
     overlap, batched = config.overlap_p2p_comm, config.batch_p2p_comm
     if overlap and batched:
         raise ConfigError(
@@ -45,8 +44,8 @@ def schedule_name(schedule: str | None, num_chunks: int, added: Iterable[PlanHoo
 
 
 def schedule_family(schedule: str | None, num_chunks: int, added: Iterable[PlanHooks]) -> Family:
-    """The family that ``config.pipeline_schedule`` names. Raises ScheduleError for an unknown name, a file that cannot
-    be read, or another number of chunks than the family has."""
+    """The family that ``config.pipeline_schedule`` names. Raises ScheduleError for an unknown name, for a file that
+    cannot be read, and for a number of chunks that the family does not have."""
     name = schedule_name(schedule, num_chunks, added)
     family = known_family(name)
     if family.chunks not in (None, num_chunks):
@@ -57,7 +56,7 @@ def schedule_family(schedule: str | None, num_chunks: int, added: Iterable[PlanH
 
 
 def known_family(name: str) -> Family:
-    """The family of this name, or in the file of this name. Raises ScheduleError."""
+    """The family of this name, or the one in the file of this name. Raises ScheduleError."""
     try:
         return orders.find_family(name)
     except PlanError as error:
@@ -67,7 +66,7 @@ def known_family(name: str) -> Family:
 
 
 def runs_at_full_speed(num_microbatches: int, pipeline_size: int, num_chunks: int, group_size: int) -> bool:
-    """Whether the pipeline fills, and no rank idles longer than the schedule's own bubble. ``group_size``: in use."""
+    """Whether the pipeline fills, and no rank idles longer than the schedule's own bubble."""
     if num_microbatches < pipeline_size:
         return pipeline_size == 1
     last = num_microbatches % group_size
@@ -75,10 +74,10 @@ def runs_at_full_speed(num_microbatches: int, pipeline_size: int, num_chunks: in
 
 
 def check_group_size(pipeline_size: int, num_chunks: int, group_size: int | None, small_groups: bool = False) -> int:
-    """The group size in use: P where ``group_size`` is None.
+    """The group size in use. It is P if ``group_size`` is None.
 
-    A group larger than M is M. A group smaller than P leaves ranks waiting for their own output in every group, and is
-    refused as in Megatron, but for schedules that save memory by it (``small_groups``).
+    A group larger than M has M microbatches. In a group smaller than P, ranks wait for their own output. Megatron
+    refuses such a group, and so does this check, except for schedules that save memory by it (``small_groups``).
 
     Raises ConfigError with the nearest legal value."""
     whole_number("pipeline_model_parallel_size", pipeline_size)

@@ -1,4 +1,4 @@
-"""Names of settings: their variables in the environment, and settings that there were. Never imports torch."""
+"""The environment variables of settings, and the names of removed settings. Never imports torch."""
 
 PREFIX = "MEGATRON_PP_"
 
@@ -7,7 +7,7 @@ REMOVED = {
     "links take, run some steps with measure=5 (--measure 5), and start the job again with pipeline_schedule='auto' "
     "and pipeline_measured set to the file that was written. For microbatches that differ, microbatch_costs is enough"
 }
-"""Settings that there were, and what to do instead of them."""
+"""Removed settings, and what to do instead of them."""
 
 
 def variable_of(name: str) -> str:
@@ -16,5 +16,5 @@ def variable_of(name: str) -> str:
 
 
 def why_removed(name: str) -> str:
-    """What to do instead of a setting that there was, as a sentence; empty for any other name."""
+    """For a removed setting, a sentence that says what to do instead of it. Empty for any other name."""
     return f"{name} is no longer a setting: {REMOVED[name]}" if name in REMOVED else ""

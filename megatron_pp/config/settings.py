@@ -1,4 +1,4 @@
-"""Every option that the engine takes from a config, ours or Megatron's: read once a step, checked, and passed down."""
+"""The options that the engine reads from a config, ours or Megatron's. Each step reads and checks them once."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.plan.ir.spec import ANY_WAIT, DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
 
 TE_GRAPHS = "transformer_engine"
-"""Of ``cuda_graph_impl``: layers run in CUDA graphs of Transformer Engine, as Megatron captures them."""
+"""A value of ``cuda_graph_impl``: layers run in CUDA graphs that Megatron captures by Transformer Engine."""
 LOCAL_GRAPHS = "local"
-"""Of ``cuda_graph_impl``: in graphs that Megatron captures itself, in the order of the first step."""
+"""A value of ``cuda_graph_impl``: Megatron itself captures graphs of layers, in the order of the first step."""
 LAYER_GRAPHS = (TE_GRAPHS, LOCAL_GRAPHS)
 
 
 _P2P_TIMEOUT = 480.0  # seconds: below the ten minutes of torch's NCCL groups and Megatron's groups
-# Of the process group's timeout: the time between is for finding out, and for telling the other ranks.
+# Shares of the process group's timeout. The rest of it is for finding the cause and informing the other ranks.
 _TRANSFER_SHARE, _COMPUTE_SHARE = 0.8, 0.95
 
 
 class Timeouts(NamedTuple):
-    """Seconds without an answer to a ``transfer``, and in one operation of a rank whose process lives (``compute``)."""
+    """Seconds: of a ``transfer`` without an answer, and of one operation of a rank that is alive (``compute``)."""
 
     transfer: float
     compute: float
@@ -41,14 +41,14 @@ _CHECKED = [(StepFields._fields.index(name), name, DEFAULTS[name], check) for na
 class StepSettings(StepFields):
     """The options of one step, by the names of the config's fields (see `TransformerConfig`).
 
-    A field that is missing (Megatron's configs lack ours) or None has the default of `StepFields`, or what its
-    environment variable says."""
+    A field that is None or missing, as our fields are in Megatron's configs, has the value of its environment variable
+    or the default of `StepFields`."""
 
     __slots__ = ()
 
     @classmethod
     def from_config(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:
-        """``read``, and checked: raises ScheduleInputError for an impossible value, too."""
+        """``read``, and check the values. Raises ScheduleInputError for a removed setting or an impossible value."""
         settings = cls.read(config, overrides)
         if settings is not config:
             settings.check()
@@ -56,8 +56,8 @@ class StepSettings(StepFields):
 
     @classmethod
     def read(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:
-        """Every field of ``config``, read once; values in ``overrides``, by field, replace its own. Raises
-        ScheduleInputError for a setting that there was."""
+        """The fields of ``config``, unchecked. Values in ``overrides``, by field, replace them. Raises
+        ScheduleInputError for a removed setting."""
         if isinstance(config, cls):
             return config
         for name in REMOVED:
@@ -84,8 +84,8 @@ class StepSettings(StepFields):
         return bool(self.variable_seq_lengths or self.mtp_standalone)
 
     def device_rules(self) -> tuple[str, ...]:
-        """The plan's rules of a CUDA device that runs this step; see ``plan.spec``."""
-        # Megatron's, around each forward and backward: they synchronise.
+        """The rules of a CUDA device that the plan of this step must satisfy; see ``plan/ir/spec.py``."""
+        # Megatron's timers around each forward and backward synchronise the device.
         timed = getattr(self.timers, "_log_level", 0) >= 2
         holds = {
             ONE_QUEUE: True,
@@ -107,11 +107,11 @@ class StepSettings(StepFields):
 
     @property
     def traced_steps(self) -> str:
-        """Which training steps are recorded, as in ``3,10-12``; empty where tracing is off."""
+        """Which training steps are recorded, as in ``3,10-12``; empty if tracing is off."""
         return (self.trace_steps or "2-21") if self.trace_dir else ""
 
     def timeouts(self, limit: timedelta | None) -> Timeouts:
-        """``limit``: after which the process group gives up, with errors that say less. Defaults are below it."""
+        """The timeouts of a step. Defaults are below ``limit``, the process group's timeout, whose errors say less."""
         most = math.inf if limit is None else limit.total_seconds()
         transfer = self.p2p_timeout
         if transfer is None:
@@ -120,13 +120,13 @@ class StepSettings(StepFields):
         return Timeouts(transfer, compute)
 
     def given_step_number(self) -> int | None:
-        """``step_number``, called if it is a function; None where there is none. Raises ScheduleInputError."""
+        """``step_number``, called if it is a function; None if there is none. Raises ScheduleInputError."""
         number = self.step_number() if callable(self.step_number) else self.step_number
         return None if number is None else checked(whole_number, "step_number", number, 0)
 
 
 def checked(rule: Callable[..., Any], *args: Any) -> Any:
-    """What ``rule`` returns; the one place where its ConfigError becomes the ScheduleInputError of a step."""
+    """The result of ``rule``. Its ConfigError becomes a step's ScheduleInputError, here alone."""
     try:
         return rule(*args)
     except ConfigError as error:
@@ -134,7 +134,7 @@ def checked(rule: Callable[..., Any], *args: Any) -> Any:
 
 
 def _check_values(settings: StepSettings) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError for an impossible value."""
     for position, name, default, check in _CHECKED:
         value = settings[position]
         if value is not default:

@@ -1,7 +1,7 @@
-"""What a step reads of a config, ours or Megatron's: each field with its type, its default, and the check of its value.
+"""The fields of a config, ours or Megatron's, that a step reads: types, defaults, and checks of their values.
 
-``model_config.py`` has the same fields with what they mean; under Megatron, whose configs a step reads, it is not
-loaded.
+``model_config.py`` has the same fields with their help texts. Under Megatron a step reads Megatron's configs, and that
+module is not loaded.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from megatron_pp.plan.ir.spec import CHANNELS
 if TYPE_CHECKING:
     from torch import dtype as Dtype
 
-# Types with the check of a value that is not the default: (name, value), which raises ConfigError.
+# Each type has a check, which is called with (name, value) unless the value is the default. It raises ConfigError.
 Hook = Annotated[Callable[..., Any] | None, callable_or_none]
 Hooks = Annotated[Callable[..., Any] | list[Any] | None, partial(callable_or_none, several=True)]
 _Switch = Annotated[bool, check_switch]
@@ -36,7 +36,7 @@ _Path = Annotated[str | None, partial(check_text, kinds=(str, PathLike))]
 
 
 class StepFields(NamedTuple):
-    """Fields in the order of their checks. A config that lacks one, or has None there, means the default."""
+    """Fields in the order of their checks. If a config lacks a field, or has None there, the default holds."""
 
     tensor_model_parallel_size: _Count = 1
     virtual_pipeline_model_parallel_size: Annotated[
@@ -97,7 +97,7 @@ class StepFields(NamedTuple):
     ffn_hidden_size: int | None = None
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
-    # Fields of Megatron's alone.
+    # Fields that only Megatron's configs have.
     mtp_standalone: bool = False
     cuda_graph_impl: str | bool = False
     fine_grained_activation_offloading: bool = False

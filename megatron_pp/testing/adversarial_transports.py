@@ -26,7 +26,7 @@ from megatron_pp.testing.memory_transport import End, MemoryNetwork, MemoryTrans
 from megatron_pp.testing.threads import Turns
 
 Pair = tuple[End, End]  # a send and its receive
-_GARBAGE = 0x7F7F7F7F  # content of freed memory where the dtype has no NaN
+_GARBAGE = 0x7F7F7F7F  # content of freed memory if the dtype has no NaN
 
 
 class Window:
@@ -54,7 +54,8 @@ class Window:
 
     def _holders(self) -> int:
         storage = self._alive()
-        return 0 if storage is None else torch._C._storage_Use_Count(storage._cdata) - 1  # less our own, right now
+        # The storage in this method is one more reference.
+        return 0 if storage is None else torch._C._storage_Use_Count(storage._cdata) - 1
 
     def _alive(self) -> torch.UntypedStorage | None:
         return torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
@@ -82,7 +83,7 @@ class WindowNetwork(MemoryNetwork):
         with self._turns.running(rank):
             try:
                 yield
-            except BaseException as error:  # else the others would hang
+            except BaseException as error:  # otherwise the other ranks would hang
                 self.abort(f"rank {rank}: {type(error).__name__}: {error}")
                 raise
 
@@ -104,8 +105,8 @@ class WindowNetwork(MemoryNetwork):
         del end.tensor
 
     def deliver(self, send: End, receive: End) -> End | None:
-        """Copy the bytes: NaN if those of the send were freed, nothing if the buffer was freed. Returns the end whose
-        memory was freed."""
+        """Copy the bytes of a send into the receive's buffer. Writes NaN if the send's memory was freed, and nothing if
+        the buffer was freed. Returns the end whose memory was freed, or None."""
         source = self.windows.pop(send)
         target = self.windows.pop(receive)
         into, sent = target.look(), source.look()
@@ -120,8 +121,9 @@ class WindowNetwork(MemoryNetwork):
 
 
 class HostileNetwork(WindowNetwork):
-    """Base of the adversarial networks: scheduling by seed, late transfers. ``pollable``: ``is_completed`` of a work is
-    exact, as on NCCL; with an odd seed, sends are put off where it is not, as small ones on gloo."""
+    """Base of the adversarial networks: a seed schedules the ranks, and transfers are late. ``pollable``:
+    ``is_completed`` of a work is exact, as on NCCL. If it is not, an odd seed lets the engine put off waiting for
+    sends, as for small ones on gloo."""
 
     def __init__(self, size: int, one_way: bool = True, *, seed: int = 0, pollable: bool = False) -> None:
         super().__init__(size, one_way, seed=seed)
@@ -129,7 +131,7 @@ class HostileNetwork(WindowNetwork):
         self.pollable = pollable
         self.violations: list[str] = []
         self.transfers = 0
-        self._in_flight: list[Pair] = []  # matched, before their transfer
+        self._in_flight: list[Pair] = []  # both ends are posted, bytes not yet transferred
         self._collectives_met: list[Sequence[tuple[MemoryWork, Collective]]] = []
         self._awaited: set[MemoryWork] = set()
         self._running = size
@@ -148,7 +150,7 @@ class HostileNetwork(WindowNetwork):
         finally:
             self._running -= 1
             if self._running == 0:
-                while self._in_flight or self._collectives_met:  # what no rank waited for
+                while self._in_flight or self._collectives_met:  # transfers that no rank waited for
                     self.when_stuck()
 
     def post(self, rank: int, queue: Queue, ends: list[End]) -> MemoryWork:
@@ -202,11 +204,12 @@ class HostileNetwork(WindowNetwork):
             self.complete_end(end)
 
     def meet_collective(self, posted: Sequence[tuple[MemoryWork, Collective]]) -> None:
-        """Run a collective as late as possible: when no rank can go on without it."""
+        """Keep a collective until no rank can go on without it."""
         self._collectives_met.append(posted)
 
     def when_stuck(self) -> bool:
-        """Transfer a pair that a rank waits for, else any; without one, the oldest collective runs."""
+        """Transfer a pair that a rank waits for, or any pair if none is waited for. Without pairs, run the oldest
+        collective. Returns whether there was any."""
         if self._collectives_met and not self._in_flight:
             super().meet_collective(self._collectives_met.pop(0))
             return True

@@ -51,7 +51,7 @@ class End:
 class MemoryNetwork:
     """Connects ``size`` ranks. Give each thread its ``transport(rank)``.
 
-    store  for failure records (``torch.distributed.HashStore()``); without one there is no fault guard
+    store  for failure records (``torch.distributed.HashStore()``); without a store there is no fault guard
     """
 
     def __init__(self, size: int, one_way: bool = True, store: Any = None) -> None:
@@ -210,7 +210,8 @@ class MemoryTransport(Transport):
     """One rank's side of a MemoryNetwork. ``aborted`` stays False: the network holds the failure."""
 
     name = "threads"
-    waits_together = False  # whether sends are left unfinished though their end cannot be polled, as small ones on gloo
+    # Whether sends are left unfinished although their completion cannot be polled, as for small ones on gloo.
+    waits_together = False
 
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
         self.network, self.rank = network, rank

@@ -30,7 +30,7 @@ def toy_step(
     **more: Any,
 ) -> list[Any]:
     """Call the schedule function with ``chunks``, this rank's model chunks, wrapped or not. Returns its result.
-    ``iterators``: one per chunk in place of the data's own; ``more``: further arguments of the schedule."""
+    ``iterators``: one per chunk, in place of those of ``data``. ``more``: further arguments of the schedule."""
     chunked = len(chunks) > 1
     iterators = [data.iterator() for _ in chunks] if iterators is None else iterators
     return get_forward_backward_func(communicator.size, len(chunks) if chunked else None)(
@@ -57,8 +57,8 @@ def run_rank(
     block: Callable[[int], torch.nn.Module] = toy.ToyBlock,
     prepare: Callable[[list[PipelineStage]], Any] | None = None,
 ) -> toy.ToyResult:
-    """One step of the toy model on ``rank``; the losses (on the last stage) and the gradients of this rank's stages.
-    ``prepare`` is called with the rank's model chunks before the step."""
+    """Run one step of the toy model on ``rank``. Returns the losses (on the last stage) and the gradients of this
+    rank's stages. ``prepare`` is called with the rank's model chunks before the step."""
     placement = placement_of(config, pipeline_size, num_chunks)
     chunks = toy.toy_chunks(placement, rank, config, block)
     if prepare is not None:
@@ -80,7 +80,8 @@ def run_in_threads(
     timeout: float = 60.0,
     **fields: Any,
 ) -> toy.ToyResult:
-    """One step with a thread per rank; ``fields`` are config fields. Raises the first exception of any rank."""
+    """Run one step with a thread per rank, and merge the results. ``fields`` are config fields. Raises the first
+    exception of any rank."""
     chunks = num_chunks if num_chunks > 1 else None
     fields = {"virtual_pipeline_model_parallel_size": chunks, "variable_seq_lengths": data.variable, **fields}
     network = network or MemoryNetwork(pipeline_size, fields.get("p2p_channels", "one_way") == "one_way")

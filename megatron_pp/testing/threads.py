@@ -55,18 +55,18 @@ def run_ranks(
 
 
 class Turns:
-    """Schedules ``size`` threads, one for each rank, inside ``running(rank)``: exactly one runs at any time, and a seed
-    chooses the next. A run is a function of the seed alone; a deadlock is detected at once, without a timeout.
+    """Schedules ``size`` threads, one for each rank. Inside ``running(rank)`` exactly one runs at any time, and a seed
+    chooses the next. So a run depends only on the seed, and a deadlock is detected at once, without a timeout.
 
-    ``when_stuck()`` is called when every thread waits; it returns True after it has made progress, else False: then
-    every ``wait_until`` returns although its condition does not hold."""
+    ``when_stuck()`` is called when every thread waits. It returns whether it has made progress. If it has not, every
+    ``wait_until`` returns although its condition does not hold."""
 
     def __init__(self, size: int, rng: random.Random, when_stuck: Callable[[], bool]) -> None:
         self.size = size
         self.rng = rng
         self.when_stuck = when_stuck
         self.given_up = False
-        self._gates = [threading.Lock() for _ in range(size)]  # each released for one turn of its rank
+        self._gates = [threading.Lock() for _ in range(size)]  # one per rank, released for one turn of the rank
         for gate in self._gates:
             gate.acquire()
         self._ready: dict[int, Callable[[], bool]] = {}  # rank that is not running -> whether it can run
@@ -89,7 +89,7 @@ class Turns:
             self._next()
 
     def give_way(self, rank: int) -> None:
-        """Let the seed choose the next rank, this one included."""
+        """Let the seed choose the next rank. It may choose this rank again."""
         self._sleep(rank, _always)
 
     def wait_until(self, rank: int, ready: Callable[[], bool]) -> bool:
@@ -108,7 +108,7 @@ class Turns:
         self._gates[rank].acquire()
 
     def _next(self) -> None:
-        """Let a rank run that can."""
+        """Let the seed choose among the ranks that can run, and run one."""
         while self._ready:
             able = [rank for rank in sorted(self._ready) if self.given_up or self._ready[rank]()]
             if able:

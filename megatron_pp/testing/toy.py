@@ -67,13 +67,14 @@ def toy_loss(target: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def current_slice() -> SequenceSlice | None:
-    """The slice of a sequence that this thread computes. No step without slices loads that feature."""
+    """The slice of a sequence that this thread computes, None without slices. Steps without slices do not load that
+    feature."""
     slices = sys.modules.get("megatron_pp.features.slices.sequence_slice")
     return None if slices is None else slices.sequence_slice()
 
 
 def toy_forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """A ``forward_step_func`` over ``ToyData``; every chunk draws each microbatch, and takes its slice of it."""
+    """A ``forward_step_func`` over ``ToyData``. Every chunk reads each microbatch, and takes its slice of it."""
     x, target = next(data_iterator)
     if (part := current_slice()) is not None:
         x, target = part.of(x, 0), part.of(target, 0)

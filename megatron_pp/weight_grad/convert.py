@@ -113,13 +113,13 @@ def check_wrappers(store: WeightGradStore, chunks: Sequence[Any]) -> None:
         )
 
 
-# A method that every module has which gathers its parameters for a forward and shards them again afterwards.
+# A method of the modules that gather their parameters for a forward and shard them afterwards -> who adds it.
 _SHARDING = {"set_requires_gradient_sync": "fully_shard", "_replace_param_with_raw_if_needed": "Megatron-FSDP"}
 
 
 def check_sharding(chunks: Sequence[Any]) -> None:
-    """Raises WeightGradSplitError for wrappers that shard parameters. Under them a layer would keep tensors for W whose
-    parameter is not in the model any more."""
+    """Raises WeightGradSplitError for wrappers that shard parameters. Under them a layer would keep tensors for W of a
+    parameter that has left the model."""
     modules = (module for chunk in chunks if isinstance(chunk, nn.Module) for module in chunk.modules())
     for kind in dict.fromkeys(map(type, modules)):
         for method, what in _SHARDING.items():
@@ -186,8 +186,8 @@ def _convert(layer: nn.Module, name: str, store: WeightGradStore, fusion: bool, 
 
 @cache
 def _derived(original: Any, overrides: Overrides, names: tuple[str, ...]) -> Any:
-    """The derived class. It has one base, because Python lets an object change only to a class of the same layout, and
-    further bases may change the layout."""
+    """The derived class. It has one base only: Python lets an object change only to a class of the same layout, and
+    more bases may change the layout."""
     attributes: dict[str, Any] = {name: _LeafAttribute(name) for name in names}
     attributes |= {"__module__": original.__module__, "__reduce_ex__": _reduce_as_original, **dict(overrides)}
     return type(original)(original.__name__, (original,), attributes)

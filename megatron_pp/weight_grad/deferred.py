@@ -1,4 +1,4 @@
-"""Weight gradients that wait for their W."""
+"""Weight gradients that are queued until W runs."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,6 +9,8 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class SplitLayer:
+    """A converted layer with the parameters of one call."""
+
     store: Any  # the layer's WeightGradStore
     name: str
     weight: Tensor
@@ -19,8 +21,7 @@ class SplitLayer:
 
 @dataclass(slots=True)
 class Deferred:
-    """The gradients of one call of ``layer``. It keeps the call's input and the gradient of its output, nothing
-    else."""
+    """The weight gradients of one call of ``layer``. Keeps only the call's input and the gradient of its output."""
 
     layer: SplitLayer
     layer_input: Tensor
@@ -40,10 +41,11 @@ class Deferred:
         return self.layer.name
 
     def prepare(self) -> None:
-        """Start communication that ``compute`` waits for. Called once or not at all, on all ranks alike."""
+        """Start communication that ``compute`` waits for. Called at most once; all ranks call it, or none does."""
 
     def compute(self, fused: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """(parameter, gradient) for each, in new tensors. With ``fused``, None for one that went into ``main_grad``."""
+        """(parameter, gradient) of each parameter, in new tensors. With ``fused``, the gradient is None if it was added
+        to ``main_grad``."""
         raise NotImplementedError
 
     def is_put_off(self) -> bool:
@@ -62,7 +64,7 @@ class Deferred:
 
 
 class Ready(NamedTuple):
-    """A gradient that B has computed; it waits so that hooks fire with the last one."""
+    """A gradient that B has computed. It is queued so that hooks fire with the last gradient."""
 
     parameters: tuple[Tensor]
     kept: tuple[Tensor]
@@ -76,8 +78,9 @@ class Ready(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """``deferred``, queued by autograd's run ``task`` when the version counters of its tensors added up to
-    ``versions``. Autograd drops the gradients of parameters that are ``frozen`` by then."""
+    """An entry of the queue. Autograd's run ``task`` queued ``deferred``. ``versions`` is the sum of the version
+    counters of its tensors at that time, and ``frozen`` has the ids of parameters that were frozen: their gradients are
+    dropped."""
 
     task: int
     deferred: Any  # a Deferred, a Ready or a DelayedRun

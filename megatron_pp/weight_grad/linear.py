@@ -21,13 +21,13 @@ from megatron_pp.weight_grad.deferred import Deferred, SplitLayer
 from megatron_pp.weight_grad.parameter_leaf import assignments
 
 _HALF = (torch.float16, torch.bfloat16)
-# Earlier releases do not add to a float32 matrix (pytorch#167931).
+# Earlier releases cannot add half-precision products to a float32 matrix (pytorch#167931).
 _ADDMM_WIDENS = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
 
 def fused_kernels() -> Any | None:
-    """apex's extension module ``fused_weight_gradient_mlp_cuda``; None if it or a CUDA device is missing. The package
-    named apex on PyPI is another one."""
+    """apex's extension module ``fused_weight_gradient_mlp_cuda``. None if the module or a CUDA device is missing. The
+    package named apex on PyPI is a different project."""
     if not torch.cuda.is_available():
         return None
     try:
@@ -77,7 +77,7 @@ class DeferredLinear(Deferred):
     gradient [tokens, out] or, if it is not ``flat``, [..., out]."""
 
     weight_in_rows: bool = True  # the weight's rows are contiguous (it is not transposed)
-    flat: bool = True  # the bias was added to [tokens, out], not to an output of more dimensions
+    flat: bool = True  # the bias was added to a [tokens, out] output, not to one of more dimensions
     widen: bool = False  # each call's gradient is cast to the parameter's dtype before it is added to others
     group: Any = None  # the input is this rank's part of the tokens, which are split over this process group
     gathering: Gathering | None = None  # the gathering of the input, once it has begun
@@ -111,11 +111,11 @@ class DeferredLinear(Deferred):
 
 
 class Gathering:
-    """A begun all-gather of a tensor that is split over ``group`` along the first dimension."""
+    """An all-gather that has started, of a tensor that is split over ``group`` along the first dimension."""
 
     def __init__(self, part: Tensor, group: Any) -> None:
         self._whole = part.new_empty((part.shape[0] * dist.get_world_size(group), *part.shape[1:]))
-        self._part = part.contiguous()  # must live until it was sent
+        self._part = part.contiguous()  # must live until it is sent
         self._work: Any = dist.all_gather_into_tensor(self._whole, self._part, group=group, async_op=True)
 
     def wait(self) -> Tensor:
@@ -134,10 +134,10 @@ class _SplitLinear(torch.autograd.Function):
         flat = layer_input.dim() == 2 or layer_input.is_contiguous()
         ctx.layer, ctx.form = layer, (weight.stride() == (weight.shape[1], 1), flat, widen)
         ctx.set_materialize_grads(False)
-        # As in autograd: if no input gradient needs the weight, it may be changed in place or get other data.
+        # The weight is saved only for an input gradient, as in autograd: otherwise it may be changed in place.
         saved = (weight, weight.detach()) if ctx.needs_input_grad[0] else (None, None)
         ctx.save_for_backward(layer_input, *saved)
-        return F.linear(layer_input, weight, bias).data  # no view, so that it may be changed in place
+        return F.linear(layer_input, weight, bias).data  # not a view, so that it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -160,11 +160,12 @@ class _SplitLinear(torch.autograd.Function):
         return grad_input, None, *deferred.leave_or_compute(), None, None
 
 
-_apply_linear: Any = super(torch.autograd.Function, _SplitLinear).apply  # less a wrapper for torch.func's transforms
+# apply() without its wrapper for torch.func's transforms.
+_apply_linear: Any = super(torch.autograd.Function, _SplitLinear).apply
 
 
 def _input_grad(flat_input: Tensor, flat_grad: Tensor, weight: Tensor) -> Tensor:
-    """The input gradient, by autograd's own calls, so that the bits are the same."""
+    """The input gradient. The calls are autograd's own, so the bits are the same."""
     if flat_input.stride(0) == 1 and flat_input.stride(1) == flat_input.shape[0]:
         return weight.t().mm(flat_grad.t()).t()
     return flat_grad.mm(weight)
@@ -186,8 +187,9 @@ def split_linear(layer_input: Tensor, layer: SplitLayer, weight: Tensor, bias: T
 
 
 class Casts:
-    """Casts as autocast does; float64 stays. All users of a leaf that requires a gradient share one cast, so their
-    gradients are added in the lower precision. It is cleared at each backward; graphs hold the casts that they need."""
+    """Casts tensors as autocast does; float64 is not cast. All users of a leaf that requires a gradient share one cast,
+    so their gradients are added in the lower precision. The casts are cleared at each backward; graphs hold those that
+    they need."""
 
     def __init__(self) -> None:
         # A cast keeps its leaf alive, so the leaf's id stays unique. Stored with the state of the leaf at that time.
@@ -211,7 +213,8 @@ class Casts:
 
 @dataclass(slots=True)
 class DeferredEmbedding(Deferred):
-    """The gradient of one look-up in a weight [rows, width]. Its input is the indices; options are the look-up's."""
+    """The weight gradient of one look-up in a weight [rows, width]. Its input is the indices. ``options`` are those of
+    the look-up."""
 
     padding_idx: int | None
     scale_grad_by_freq: bool
@@ -225,7 +228,7 @@ class DeferredEmbedding(Deferred):
 
 class SplitEmbedding(torch.autograd.Function):
     """``F.embedding`` without max_norm or sparse gradients; its whole backward is a weight gradient. ``weight`` is the
-    leaf of the layer's, ``options`` are padding_idx and scale_grad_by_freq."""
+    leaf of the layer's weight, ``options`` are padding_idx and scale_grad_by_freq."""
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, _: Tensor, weight: Tensor, layer: SplitLayer, *options: Any) -> Tensor:

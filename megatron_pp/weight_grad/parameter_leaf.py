@@ -1,11 +1,11 @@
 """A parameter leaf replaces a parameter in autograd's graph during a pipeline step; its gradient goes to the store.
 
-It shares the parameter's data, version counter and attributes. There is one for each parameter and step, so that
+The leaf shares the parameter's data, version counter and attributes. Each parameter has one leaf in a step, so that
 autograd adds up a parameter's gradients in the leaf as it does in the parameter.
 
 DistributedDataParallel, Megatron's main_grad and optimizers in backward put hooks on a parameter's AccumulateGrad node.
-In a pipeline step they fire once per parameter, with its last gradient; earlier gradients are added without hooks, by
-the same addition.
+In a pipeline step these hooks fire once per parameter, with its last gradient. Earlier gradients are added by the same
+addition, without hooks.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,8 @@ def add_silently(parameter: Tensor, grad: Tensor) -> None:
 
 
 def add_hooked(parameter: Tensor, grad: Tensor) -> None:
-    """``add_silently`` for a gradient on which the tensor hooks have already run, as on those of ``autograd.grad``."""
+    """``add_silently`` for a gradient on which the tensor hooks have already run, such as one that ``autograd.grad``
+    returned."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
         main_grad.add_(grad)
@@ -50,7 +51,7 @@ def in_its_dtype(parameter: Tensor, grad: Tensor) -> Tensor:
 
 
 def add_and_fire(parameter: Tensor, grad: Tensor | None) -> None:
-    """Add the last gradient of a step (None if all were added) and fire every accumulation hook once. With a
+    """Add the last gradient of a step (None if all are already added) and fire every accumulation hook once. With a
     ``main_grad``, hooks get Megatron's signal ``grad_added_to_main_grad`` and a zero gradient."""
     frozen = not parameter.requires_grad  # frozen since its backward: autograd would call no hook
     has_main_grad = getattr(parameter, "main_grad", None) is not None
@@ -115,7 +116,7 @@ def new_leaf(parameter: Tensor, arrived: Callable[[Tensor, Tensor], None]) -> Te
 
 
 def accumulates(leaf: Node) -> bool:
-    """Whether the running backward accumulates in the leaf of this node: ``autograd.grad`` does not."""
+    """Whether the running backward accumulates in the leaf of this node. ``autograd.grad`` does not accumulate."""
     try:
         return torch._C._will_engine_execute_node(leaf)
     except RuntimeError:  # autograd.grad was called for this leaf
@@ -123,7 +124,7 @@ def accumulates(leaf: Node) -> bool:
 
 
 def _when_asked_for(leaf: Node, parameter: Tensor, grad: Tensor) -> Tensor:
-    """A leaf's tensor hook: the parameter's hooks also run on gradients of ``autograd.grad``."""
+    """The tensor hook of a leaf. It runs the parameter's hooks on gradients of ``autograd.grad``, as autograd does."""
     return grad if accumulates(leaf) else through_tensor_hooks(parameter, grad)
 
 

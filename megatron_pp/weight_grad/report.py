@@ -19,7 +19,7 @@ class WholeLayer:
     name: str  # the layer's name in its chunk
     kind: str  # the layer's class
     reason: str
-    share: float  # of the FLOPs of all weight gradients of this rank's chunks, 0 to 1 (``weight_work``)
+    share: float  # its part of the FLOPs of this rank's weight gradients, 0 to 1 (``weight_work``)
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class SplitReport:
     """Numbers of layers with parameters, by how they were converted."""
 
     split: int = 0  # layers that defer their weight gradients until W (linear layers and embeddings)
-    delayed: int = 0  # layers that do so themselves (Transformer Engine's delay_wgrad_compute)
+    delayed: int = 0  # layers that defer them by themselves (Transformer Engine's delay_wgrad_compute)
     whole: int = 0  # layers that compute all gradients in the backward
-    switched: int = 0  # those of ``delayed`` that were built without delay_wgrad_compute; the conversion switched them
-    whole_layers: tuple[WholeLayer, ...] = ()  # those with a weight matrix that is trained
+    switched: int = 0  # ``delayed`` layers that were built without delay_wgrad_compute; the conversion switched it on
+    whole_layers: tuple[WholeLayer, ...] = ()  # whole layers with a trained weight matrix
 
     @property
     def deferred_share(self) -> float:
@@ -56,8 +56,8 @@ class Fate:
 
 
 def report_of(fates: Sequence[Fate]) -> tuple[SplitReport, dict[str, tuple[str, float]]]:
-    """The report, and: a layer's name -> its class and its share of the FLOPs. If two chunks have a layer of the same
-    name, the entry is that of one of them."""
+    """The report, and a dict: layer's name -> (its class, its share of the FLOPs). If two chunks have a layer of the
+    same name, the dict has one of them."""
     total = sum(fate.work for fate in fates) or 1.0
     count = Counter(fate.what for fate in fates)
     whole = [fate for fate in fates if fate.what == "whole" and fate.work > 0]
@@ -83,9 +83,9 @@ def warn_of(name: str, reason: str, kind: str, share: float) -> None:
 
 
 def weight_work(layer: nn.Module, name: str) -> float:
-    """FLOPs of a layer's weight gradients for one token of the model's input, halved: the elements of its trained
-    matrices. ``name``: in its chunk; those of Megatron's ``experts`` get their even share of the tokens. A look-up
-    counts nothing."""
+    """Half of the FLOPs of a layer's weight gradients for one token of the model's input: the number of elements of its
+    trained matrices. ``name`` is the layer's name in its chunk. Megatron's ``experts`` are counted with an even share
+    of the tokens. An embedding's look-up counts as 0."""
     if hasattr(layer, "num_embeddings"):
         return 0.0
     matrices = (p for p in layer._parameters.values() if p is not None and p.requires_grad and p.dim() > 1)
@@ -93,7 +93,7 @@ def weight_work(layer: nn.Module, name: str) -> float:
 
 
 def _routed_share(layer: nn.Module) -> float:
-    """Tokens of one expert for each token of the model: this rank's experts get those of all expert-parallel ranks."""
+    """Tokens that one expert computes per token of this rank's input. They come from all expert-parallel ranks."""
     config: Any = getattr(layer, "config", None)
     experts = getattr(config, "num_moe_experts", None)
     if not experts:

@@ -48,7 +48,8 @@ class DeferredProduct(Deferred):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, _: Tensor, leaf: Tensor, layer: SplitLayer, *call: Any) -> Tensor:
-        """``leaf``: of the weight; ``call``: the library's product, the shape it takes, batch_sizes and trans_b."""
+        """``leaf``: the weight's leaf; ``call``: the library's product, the weight's shape for it, batch_sizes,
+        trans_b."""
         gmm, shape, batch_sizes, trans_b = call
         ctx.layer, ctx.call = layer, call
         ctx.save_for_backward(a, leaf)
@@ -86,7 +87,7 @@ class SplitState:
     original: Any  # the class before the conversion
     fusion: bool
     kernels: Any
-    switched: SwitchedQueue | None = None  # of a layer of Transformer Engine
+    switched: SwitchedQueue | None = None  # only for a layer of Transformer Engine
 
     @property
     def active(self) -> bool:
@@ -103,7 +104,7 @@ def state_of(layer: Any) -> SplitState:
 
 
 def overrides_of(layer: nn.Module) -> tuple[Overrides, str]:
-    """The methods that split ``layer`` and ""; or () and the reason why autograd computes its weight gradient."""
+    """The methods that split ``layer``, and "". If it is not split: (), and the reason."""
     own = type(layer)
     plain = "weight" in layer._parameters  # False: computed from other parameters (torch.nn.utils.parametrize)
     if isinstance(layer, nn.Linear | nn.Embedding):
@@ -152,7 +153,7 @@ def _look_up(layer: nn.Embedding, input: Tensor) -> Tensor:
 
 
 def _splits(layer: SplitLayer, input: Tensor, leaf: Tensor | None) -> bool:
-    """Whether the split form can run this call; otherwise all of its backward is in B."""
+    """Whether the split form can run this call. If not, its whole backward runs in B."""
     if not layer.weight.requires_grad:
         return False
     why = ""
@@ -174,8 +175,8 @@ def _tensor_parallel_impl(layer: nn.Module, input: Tensor, weight: Tensor, *args
     """Replaces the method in which both of Megatron's layers multiply."""
     state = state_of(layer)
     parameter = parameter_behind(weight)
-    # With a buffer for output gradients Megatron defers the weight gradient itself. A weight that is no leaf belongs to
-    # a layer that is not converted: it stays in autograd's graph.
+    # With a buffer for output gradients Megatron defers the weight gradient itself. If the weight is not a leaf, it
+    # belongs to a layer that is not converted, and stays in autograd's graph.
     own = args or kwargs.get("grad_output_buffer") is not None
     if own or not state.active or parameter is weight:
         return cast(Tensor, state.original._forward_impl(layer, input, weight, *args, **kwargs))
@@ -218,8 +219,9 @@ def _grouped_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _split_gemm(
     ops: Any, state: SplitState, a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False
 ) -> Tensor:
-    """Rows of ``a`` [tokens, in] times their expert's matrix of ``b``, which is [experts, in, out], with ``trans_b``
-    [experts, out, in], and a view of a weight; with the products of the library's own backward."""
+    """Rows of ``a`` [tokens, in] times their expert's matrix of ``b``. ``b`` is a view of a weight, and is [experts,
+    in, out], or with ``trans_b`` [experts, out, in]. The products in the backward are those of the library's own
+    backward."""
     leaf = b._base
     if leaf is None or parameter_behind(leaf) is leaf or not b.requires_grad:
         return ops.gmm(a, b, batch_sizes, trans_b=trans_b)

@@ -32,7 +32,7 @@ from megatron_pp.weight_grad.report import SplitReport, warn_of
 from megatron_pp.weight_grad.transformer_engine import DelayedRun, SwitchedQueue, hooked_names
 
 ChunkPart = tuple[int, MbPart]  # (chunk, microbatch or a part of it)
-_NEVER = -1  # the chunk, never complete, of parameters whose layer fires their hooks itself
+_NEVER = -1  # a chunk that never completes: for parameters whose layer fires their hooks itself
 
 
 @dataclass
@@ -41,18 +41,18 @@ class _Backward:
     split: bool
     final: bool  # whether this (chunk, microbatch) completes the chunk's gradients
     whole: dict[int, Tensor]  # id -> parameter whose gradient autograd computes
-    task: int = -1  # the number of autograd's run in this backward
+    task: int = -1  # autograd's id of its run in this backward
     left: set[int] = field(default_factory=set)  # ids of parameters with queued gradients
     switched: dict[int, DelayedRun] = field(default_factory=dict)  # id of a parameter of a layer with a SwitchedQueue
 
     def puts_off(self, weight: Tensor) -> bool:
-        """Whether a layer queues its gradients: for W, or in the last backward for the end of it, because hooks must
-        not fire within autograd's run."""
+        """Whether a layer queues its gradients. A split backward queues them for W. The last backward of a chunk queues
+        them until autograd's run has ended, because hooks must not fire within it."""
         return (self.split or self.final) and id(weight) not in self.whole
 
 
 class OwnedLayer(NamedTuple):
-    """A converted layer. ``delays``: it has a queue of its own, from its construction or as ``switched``."""
+    """A converted layer. ``delays``: whether it has a queue of its own, built in or ``switched`` on."""
 
     layer: nn.Module
     chunk: int
@@ -61,7 +61,7 @@ class OwnedLayer(NamedTuple):
 
 
 class WeightGradStore:
-    """Weight gradients of one rank's model chunks. Made by ``split_weight_grad``; driven by the engine, per step:
+    """Weight gradients of one rank's model chunks. ``split_weight_grad`` makes it; the engine calls it in each step:
 
     with store.step({chunk: microbatch whose B or W is the last of the chunk}):
         with store.backward(chunk, mb, split=True): ...   # B; split=False: a full backward
@@ -81,7 +81,7 @@ class WeightGradStore:
         self.abort_step()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Copies and pickles of a converted model are not converted: they carry no store."""
+        """Copies and pickles of a converted model are not converted, so they have None for the store."""
         return type(None), ()
 
     # -- called by the engine --------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class WeightGradStore:
     # -- called by layers ------------------------------------------------------------------------------------------
 
     def leaf_of(self, parameter: Tensor | None) -> Tensor | None:
-        """The leaf of a parameter that is trained in this step; None for anything else."""
+        """The leaf of a parameter that is trained in this step. None for any other argument."""
         leaf = self._leaves.get(id(parameter))
         if leaf is None or parameter is None or not parameter.requires_grad:
             return None
@@ -232,8 +232,8 @@ class WeightGradStore:
         self._queues[current.key].append(Waiting(current.task, deferred, versions(deferred), frozen(parameters)))
 
     def arrive(self, parameter: Tensor, leaf: Tensor) -> None:
-        """Called when autograd has finished a leaf's gradient. There is no gradient if layers queued it, or added it to
-        ``main_grad`` themselves."""
+        """Called when autograd has finished a leaf's gradient. The leaf has none if layers queued the gradient, or
+        added it to ``main_grad`` themselves."""
         current, grad = self._current, take_gradient(leaf)
         run = None if current is None else current.switched.get(id(parameter))
         if run is not None and grad is not None and run.takes(parameter, grad):
@@ -262,7 +262,8 @@ class WeightGradStore:
     # -- delivery --------------------------------------------------------------------------------------------------
 
     def _work_off(self, queue: deque[Waiting]) -> None:
-        """Run a queue. Gradients that one run of autograd left for a parameter are added up before they reach it."""
+        """Compute and deliver all entries of a queue. A parameter's gradients from one run of autograd are added up
+        first."""
         left = [id(parameter) for waiting in queue for parameter in waiting.deferred.parameters]
         sums = _Sums(queue) if len(set(left)) < len(left) else None
         while queue:
@@ -313,7 +314,7 @@ class WeightGradStore:
 
 
 class _Sums:
-    """Sums of the gradients that one run of autograd left for a parameter, if it left several."""
+    """Adds up the gradients of a parameter if one run of autograd queued several."""
 
     def __init__(self, queue: Iterable[Waiting]) -> None:
         self._to_come = Counter((waiting.task, id(p)) for waiting in queue for p in waiting.deferred.parameters)

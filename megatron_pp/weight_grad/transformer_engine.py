@@ -1,10 +1,11 @@
 """Layers that delay their weight gradients themselves: Transformer Engine's.
 
 Such a layer queues its weight gradient in backward and computes it in ``backward_dw()``, first in, first out over all
-microbatches. With ``layer.fuse_wgrad_accumulation`` this adds to ``main_grad``. Otherwise it assigns ``.grad``, for a
-bias only if it has none. So each microbatch runs as if it were the only one, and the store adds up the results.
+microbatches. With ``layer.fuse_wgrad_accumulation`` that method adds to ``main_grad``. Otherwise it assigns ``.grad``,
+for a bias only if it has none. So the store lets each microbatch run as if it were the only one, and adds up the
+results.
 
-Layers built with ``delay_wgrad_compute=True`` always queue; others do in pipeline steps, given a ``SwitchedQueue``.
+Layers built with ``delay_wgrad_compute=True`` always queue. Others queue in pipeline steps, by a ``SwitchedQueue``.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,13 +21,14 @@ _LIBRARY = "transformer_engine."
 
 
 def delays_weight_grad(layer: nn.Module) -> bool:
-    """Whether ``layer`` is one that queues its weight gradients."""
+    """Whether ``layer`` queues its weight gradients itself."""
     store = getattr(layer, "wgrad_store", None)
     return store is not None and bool(store.delay_wgrad_compute())
 
 
 def delayed_names(layer: nn.Module) -> list[str]:
-    """Parameters whose gradients are left to ``backward_dw()``: all but a norm's, which have theirs from autograd."""
+    """Names of the parameters whose gradients ``backward_dw()`` computes: all except a norm's, which autograd
+    computes."""
     names = layer._parameters if delays_weight_grad(layer) else ()
     return [name for name in names if not name.startswith("layer_norm")]
 
@@ -45,7 +47,7 @@ def from_the_library(layer: nn.Module) -> bool:
     return any(base.__module__.startswith(_LIBRARY) for base in type(layer).__mro__)
 
 
-# Attribute that Megatron's --tp-comm-overlap sets -> what Userbuffers do. Layers of one name share their buffers.
+# Attribute that Megatron's --tp-comm-overlap sets -> the effect of Userbuffers. Layers of one name share buffers.
 _USERBUFFERS = {
     "ub_bulk_wgrad": "overlap its weight gradient with communication (tp_comm_bulk_wgrad)",
     "ub_bulk_dgrad": "gather its input in a buffer that other layers overwrite before W (tp_comm_bulk_dgrad)",
@@ -66,7 +68,7 @@ def why_not_switched(layer: nn.Module) -> str:
 
 
 class SwitchedQueue:
-    """Makes a layer queue its weight gradients between ``open`` and ``close``; outside of that it computes as built.
+    """Makes a layer queue its weight gradients between ``open`` and ``close``. At other times it computes as built.
 
     Gradients of its parameters reach the leaves of the step, so no hook fires in its backward."""
 
@@ -87,7 +89,7 @@ class SwitchedQueue:
         store.disable_delay_wgrad_compute()
 
     def remove(self) -> None:
-        """Give the layer the queue back with which it was built."""
+        """Give the layer back the queue with which it was built."""
         self.layer.wgrad_store = self.built
 
 
@@ -104,10 +106,10 @@ class DelayedRun:
         self.layer = layer
         self.switched = switched  # its parameters have leaves in autograd's graph
         parameters = (layer._parameters[name] for name in delayed_names(layer))
-        # Autograd's gradient of each parameter, which ``backward_dw()`` looks at.
+        # Autograd's gradient of each parameter. ``backward_dw()`` reads it.
         self._grads: Grads = {parameter: None for parameter in parameters if parameter is not None}
         self._entries = -self._queued()
-        self._beside: dict[Tensor, Tensor] = {}  # of weights that the backward reached beside their layer
+        self._beside: dict[Tensor, Tensor] = {}  # gradients of weights used outside of their layer
         if not switched:
             self._grads = _swap(self._grads)
 
@@ -124,13 +126,14 @@ class DelayedRun:
             self._grads[parameter] = grad
         elif not (self.layer.fuse_wgrad_accumulation or hasattr(self.layer, "num_gemms")):
             self._beside[parameter] = grad
-        return True  # what is left are dummies: grouped layers return memory that ``backward_dw()`` is yet to fill
+        return True  # other gradients are dummies: grouped layers return memory that ``backward_dw()`` fills later
 
     def end_backward(self) -> None:
         self._entries += self._queued()
         if not self.switched:
             self._grads = _swap(self._grads)
-        if not self._entries:  # it was not used, or its weights are frozen: a bias may have its gradient from autograd
+        # The layer was not used, or its weights are frozen. Autograd may have computed a bias's gradient.
+        if not self._entries:
             self._grads = {parameter: grad for parameter, grad in self._grads.items() if grad is not None}
 
     def queued(self) -> list[Tensor]:
@@ -141,20 +144,21 @@ class DelayedRun:
         """Does nothing: no communication runs ahead of ``compute``."""
 
     def compute(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """(parameter, gradient) for each. None if the layer added it to ``main_grad``, or if its hooks took it."""
+        """(parameter, gradient) of each parameter. The gradient is None if the layer added it to ``main_grad``, or its
+        hooks took it."""
         if not self._entries:
             return iter(self._grads.items())
         grads, sums = self._grads, dict[Tensor, Tensor]()
         fused = bool(self.layer.fuse_wgrad_accumulation)
         backward_dw = self._backward_dw()
         left = self._queued() - self._entries
-        while (waiting := self._queued()) > left:  # more than once where the layer is used several times
+        while (waiting := self._queued()) > left:  # more than once if the layer is used several times
             aside = _swap(grads)
             backward_dw()
             if self._queued() >= waiting:
                 raise RuntimeError(f"{type(self.layer).__name__}.backward_dw() left its queue as it was")
             for parameter, grad in _swap(aside).items():
-                if grad is not None and not (fused and parameter.dim() > 1):  # else it is autograd's dummy
+                if grad is not None and not (fused and parameter.dim() > 1):  # otherwise it is autograd's dummy
                     sums[parameter] = sums[parameter].add_(grad) if parameter in sums else grad
             grads = {p: None if grad is None else torch.zeros_like(grad) for p, grad in grads.items()}
         for parameter, grad in self._beside.items():
@@ -162,8 +166,8 @@ class DelayedRun:
         return ((parameter, sums.get(parameter)) for parameter in self.parameters)
 
     def _backward_dw(self) -> Callable[[], None]:
-        """The layer's ``backward_dw``. For a switched layer it is Transformer Engine's own, because Megatron's does
-        nothing unless its config says so."""
+        """The layer's ``backward_dw``. For a switched layer it is Transformer Engine's method, because Megatron's does
+        nothing unless its config has delay_wgrad_compute."""
         if self.switched:
             for base in type(self.layer).__mro__:
                 if base.__module__.startswith(_LIBRARY) and "backward_dw" in vars(base):
@@ -175,7 +179,7 @@ class DelayedRun:
 
 
 def _swap(grads: Grads) -> Grads:
-    """Set ``.grad`` of each parameter; returns what it was."""
+    """Set ``.grad`` of each parameter. Returns the values that it had before."""
     before = {parameter: parameter.grad for parameter in grads}
     for parameter, grad in grads.items():
         parameter.grad = grad
