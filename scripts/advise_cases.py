@@ -1,4 +1,4 @@
-"""Writes the table of `docs/advise.md`: settings of others, their pipeline and ours, simulated with the same costs.
+"""Writes the table of `docs/advise.md`. It compares pipelines of other projects with ours, simulated with equal costs.
 
 python scripts/advise_cases.py [--check]
 """
@@ -31,7 +31,7 @@ from megatron_pp.tools.advise.transformer import Transformer  # noqa: E402
 
 PAGE = ROOT / "docs" / "advise.md"
 NAMED = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min")
-UNLIMITED = 10_000.0  # GB: these settings print no memory
+UNLIMITED = 10_000.0  # GB: the sources of these settings state no memory limit
 BUDGET = 600.0
 
 
@@ -41,7 +41,7 @@ def row(setting: str, pipeline: str, one: Outcome, theirs: Outcome) -> list[str]
 
 
 def stages_of_text(text: str, layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
-    """The stages of a layout that is written out, as in ``E|t|t|LL``."""
+    """The layers of each stage of a layout without repetitions, such as ``E|t|t|LL``."""
     left, kinds = list(layers), {letter: kind for kind, letter in LETTERS.items()}
     stages = []
     for part in text.split("|"):
@@ -52,7 +52,7 @@ def stages_of_text(text: str, layers: Sequence[Layer]) -> list[tuple[Layer, ...]
 
 
 def theirs(question: Question, chosen: Candidate, text: str) -> Outcome:
-    """Their schedule on their layout."""
+    """The other project's schedule ``chosen``, on its layout ``text``."""
     model = question.model(chosen.micro_batch)
     placement = chosen.placement(question.pipeline_size)
     fixed = (0.0,) * question.pipeline_size
@@ -74,12 +74,13 @@ def question_of(model: Model, ranks: int, microbatches: int, **options: Any) -> 
 
 
 def in_cell(layout: str) -> str:
-    """A bar would end the cell, and stars would make italics."""
+    """``layout`` for a table cell. A bar would end the cell, and stars would make italics."""
     return f"<code>{layout.replace('|', '&#124;').replace('*', '&#42;')}</code>"
 
 
 def mtp_losses() -> Iterator[list[str]]:
-    """NVIDIA/Megatron-LM#5318: P=8, V=2, 10 layers and 3 MTP layers, whose losses are spread; sizes of DeepSeek-V3."""
+    """Rows for NVIDIA/Megatron-LM#5318: P=8, V=2, 10 layers and 3 MTP layers with spread losses, in DeepSeek-V3's
+    sizes."""
     model = deepseek(10, 3, spread=True).model(GPUS["gb200"])
     question = question_of(model, 8, 32)
     chosen = Candidate("interleaved_1f1b", 2, 1, 32, "overlap")
@@ -104,7 +105,8 @@ def deepseek(layers: int, mtp: int, spread: bool = False) -> Transformer:
 
 
 def unequal_layers() -> Iterator[list[str]]:
-    """AdaPtis (arXiv 2509.23722): models whose layers differ, against Megatron's interleaved 1F1B in equal stages."""
+    """Rows for AdaPtis (arXiv 2509.23722): models of unequal layers, beside Megatron's interleaved 1F1B in equal
+    stages."""
     gemma = ModelShape(42, 3584, 4096, num_attention_heads=16, ffn_hidden_size=14336, vocab_size=256000)
     cases: tuple[tuple[str, Transformer, Gpu], ...] = (
         ("Gemma-2 9B, P=4, M=16", Transformer(gemma, gated=True, query_groups=8), GPUS["h100"]),
@@ -122,7 +124,8 @@ def unequal_layers() -> Iterator[list[str]]:
 
 
 def memory_limits() -> Iterator[list[str]]:
-    """OptPipe (arXiv 2510.05186): plans under one memory limit; F = B = W = 1, 1 GB a microbatch, transfers of 0.1."""
+    """Rows for OptPipe (arXiv 2510.05186): plans under a memory limit. F = B = W = 1, 1 GB a microbatch, transfers
+    0.1."""
     model = Model((layer(PART, 8.0, 8.0, 8.0, 8.0),))
     for limit in (8.0, 6.0, 5.0):
         question = question_of(model, 8, 32, memory=limit, latency=0.1, schedules=(*NAMED, "auto_v"), max_chunks=2)

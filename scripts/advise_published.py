@@ -1,9 +1,9 @@
-"""Writes the table of published steps of `docs/advise.md` beside what the advisor estimates for them.
+"""Writes the table of `docs/advise.md` that compares published steps with the advisor's estimates for them.
 
 python scripts/advise_published.py [--check]
 
-Each run has the schedule, parallel groups, precision and recomputation that its source names; layers are on stages as
-the advisor puts them. Nothing is fitted to a run: constants are those of `tools/advise/gpus.py`.
+Each run has the schedule, parallel groups, precision and recomputation that its source names. The advisor places its
+layers. Nothing is fitted to a run: the constants are those of `tools/advise/gpus.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_pp.tools.advise.megatron_args import read_megatron_args, transform
 from megatron_pp.tools.advise.question import Question  # noqa: E402
 
 PAGE = ROOT / "docs" / "advise.md"
-UNLIMITED = 10_000.0  # GB: their runs fit, some with optimizers that keep less
+UNLIMITED = 10_000.0  # GB: the published runs fit, some with optimizers that keep less than the advisor counts
 
 COMMON = "--bf16 --use-distributed-optimizer --expert-tensor-parallel-size 1 --untie-embeddings-and-output-weights "
 DEEPSEEK = COMMON + (
@@ -78,8 +78,8 @@ PRIMUS_RUNS = (
 
 
 class Run(NamedTuple):
-    """``tflops`` per GPU, as published, and ``memory``: GB of the fullest GPU; 0: not published. ``groups``: TP, PP, V,
-    CP, EP, with 1 for none.
+    """A published run. ``tflops`` are per GPU. ``memory`` is the GB of the fullest GPU, 0 if not published. ``groups``:
+    TP, PP, V, CP, EP, with 1 for none.
     """
 
     model: str
@@ -129,7 +129,8 @@ def published() -> Iterator[Run]:
     yield Run("Mixtral 8x22B, bf16", "h100", 128, (2, 8, 7, 1, 8), 256, more, 465, ZOO)
     more = f"{LLAMA}--sequence-parallel --tp-comm-overlap {FP8}"
     yield Run("Llama 3.1 405B, FP8", "h100", 1024, (8, 8, 8, 2, 1), 1536, more, 822, f"{BRIDGE}, 26.06")
-    # Of these two, tokens are compared: Megatron counts Mamba layers of twice the hidden size, and attention's windows.
+    # For these two, tokens are compared, because Megatron counts FLOPs differently: it counts Mamba layers of twice the
+    # hidden size, and attention windows.
     more = f"{NEMOTRON}{FP8}{AGAIN}moe layernorm"
     yield of_tokens(Run("Nemotron 3 Nano, FP8", "h100", 16, (1, 1, 1, 1, 8), 1024, more, 14719, f"{BRIDGE}, 26.06"))
     more = f"{GPT_OSS}{AGAIN}moe_act layernorm"
@@ -137,14 +138,15 @@ def published() -> Iterator[Run]:
 
 
 def of_tokens(run: Run) -> Run:
-    """Its TFLOPS by the advisor's count, of ``run.tflops`` tokens per second and GPU."""
+    """TFLOPS of a run that publishes tokens, by the advisor's count. ``run.tflops`` has the tokens per second and
+    GPU."""
     whole_model = transformer_of(read_megatron_args(run.arguments))
     tflops = round(run.tflops * whole_model.flops() / whole_model.shape.seq_length / 1e12)
     return run._replace(tflops=tflops, source=f"{run.source}: {run.tflops:,.0f} tokens/s/GPU")
 
 
 def row(run: Run) -> tuple[list[str], float]:
-    """The run's row, and the error of its estimate."""
+    """The run's row of the table, and the relative error of the estimate."""
     tensor, ranks, chunks, context, experts = run.groups
     replicas = run.gpus // (tensor * ranks * context)
     text = f"{run.arguments} --tensor-model-parallel-size {tensor} --context-parallel-size {context}"

@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Before torch is imported: one thread a rank, and gloo on the loopback, or a machine's own settings where given.
+# Set before torch is imported: one thread a rank, and gloo on the loopback. Variables that are already set stay.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silence torch's profiler, which counts the memory
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silences torch's profiler, which the memory benchmark uses
 if Path("/sys/class/net/lo").exists():
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 for folder in (str(ROOT), str(Path(__file__).resolve().parent)):
@@ -63,9 +63,9 @@ def main(argv: list[str] | None = None) -> int:
             from benchmarks.megatron_library import SOURCE_VARIABLE, source
 
             os.environ[SOURCE_VARIABLE] = str(args.megatron_source.resolve())
-            source()  # refuses what is no checkout
+            source()  # raises if it is not a checkout
         if args.out is not None:
-            files_of(args.subcommand, args.out)  # refuses a folder that takes no report, before minutes of measuring
+            files_of(args.subcommand, args.out)  # raises before minutes of measuring if the report cannot be written
         with sigterm_unwinds():
             result = args.run(args)
     except BenchmarkError as error:
@@ -81,14 +81,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
-    """Of the subcommand that stands first, whose module alone is imported then, or of all of them."""
+    """The parser of the subcommand that ``argv`` begins with, so that only its module is imported, or of all of
+    them."""
     parser = argparse.ArgumentParser(prog="benchmark.py", description=(__doc__ or "").split("\n\n")[1])
     kinds = parser.add_subparsers(dest="subcommand", required=True)
     for name in argv[:1] if {*argv[:1]} & {*SUBCOMMANDS} else SUBCOMMANDS:
         module = importlib.import_module(f"benchmarks.{name}")
         one = kinds.add_parser(name, help=module.HELP, description=module.HELP)
         one.add_argument("--out", type=Path, help="folder for NAME.json and NAME.txt")
-        one.add_argument("--quick", action="store_true", help="fewer points and rounds; options that are given stay")
+        one.add_argument(
+            "--quick",
+            action="store_true",
+            help="fewer points and rounds; options on the command line keep their values",
+        )
         one.add_argument(
             "--megatron-source",
             type=Path,

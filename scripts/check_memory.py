@@ -1,10 +1,10 @@
-"""Writes the table of `docs/check.md` with measured memory beside what `megatron-pp check` estimates.
+"""Writes the table of `docs/check.md` that compares measured memory with the estimates of `megatron-pp check`.
 
 python scripts/check_memory.py [--check]
 
-Measured are functional tests of Megatron-LM on a node of 8 H100 GPUs, as their golden values have it
+The measured values are the golden values of Megatron-LM's functional tests on a node of 8 H100 GPUs
 (tests/functional_tests/test_cases, main branch of November 2026): the most and the least that torch's allocator held on
-the last rank. Nothing is fitted to a run. The flags of each are those that decide sizes, layout and kernels.
+the last rank. Nothing is fitted to a run. A run has only the flags that decide sizes, layout and kernels.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ AGAIN = "--recompute-granularity selective --recompute-modules layernorm mla_up_
 
 
 class Run(NamedTuple):
-    """``most`` and ``least``: GB that were allocated in a step and between steps."""
+    """A measured run. ``most`` and ``least``: GB that were allocated at most in a step, and between steps."""
 
     case: str
     model: str
@@ -160,7 +160,7 @@ RUNS = (
 
 
 def row(run: Run) -> tuple[list[str], float]:
-    """The run's row, and the error of the estimate."""
+    """The run's row of the table, and the relative error of the estimate."""
     job = read_flags(["pretrain_gpt.py", *shlex.split(run.flags)], GPUS, "")
     gpu = gpu_named(CARD)
     last = memory_of(job, gpu, priced(job, gpu, most=MOST))[-1]

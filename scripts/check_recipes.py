@@ -1,12 +1,12 @@
-"""Every functional recipe of Megatron-LM that has a pipeline, through `megatron-pp check`: it must find no error in one
-that runs.
+"""Run `megatron-pp check` on every functional recipe of Megatron-LM that has a pipeline. It must report no error for a
+recipe that runs.
 
     python scripts/check_recipes.py --megatron DIR [--only TEXT ...] [--csv FILE]
 
-DIR is a checkout of Megatron-LM, whose own parser and checks read each recipe, as it is, in a process that is forked
-from one that has imported them. Recipes that generate text are left out: their programs are others. What ran is said
-by docs/data/megatron_recipes.csv, which scripts/megatron_recipes.py writes. Exit status 1 where check has an error for
-a recipe that ran and agrees with one process. Needs PyYAML.
+DIR is a checkout of Megatron-LM. Its own parser and checks read each unchanged recipe, in a process that is forked from
+one that has imported them. Recipes that generate text are left out, because other programs run them.
+docs/data/megatron_recipes.csv, which scripts/megatron_recipes.py writes, says which recipes ran. The exit status is 1
+if check reports an error for a recipe that ran and agrees with one process. Needs PyYAML.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NOT_TRAINED = "not trained"
 DROPPED = {
     "--deterministic-mode requires: tp_comm_overlap=False": "parity leaves --tp-comm-overlap out: it needs a GPU"
 }
-"""Refusals of Megatron's that are right -> why the recipe ran nevertheless."""
+"""Correct refusals by Megatron -> why the recipe ran nevertheless."""
 COLUMNS = ("recipe", "ran", "errors", "risks", "text of errors")
 
 
@@ -71,7 +71,8 @@ def recipes_of(megatron: Path) -> Iterator[Recipe]:
 
 
 def job_of(recipe: Recipe, imported: tuple[Any, Any, list[str]]) -> Job:
-    """By Megatron's parser, in a process of its own: parsers and Megatron's modules keep what they have seen."""
+    """The recipe's job, as Megatron's parser reads it. It runs in a process of its own, because parsers and Megatron's
+    modules keep state."""
     request = {"script": str(recipe.script), "module": False, "words": [*recipe.words], "gpus": recipe.gpus}
     receive, send = os.pipe()
     child = os.fork()
@@ -91,7 +92,8 @@ def job_of(recipe: Recipe, imported: tuple[Any, Any, list[str]]) -> Job:
 
 
 def what_ran() -> Mapping[str, str]:
-    """Recipe -> "yes" where both schedules have the numbers of one process, "differs" where they differ from it."""
+    """Recipe -> "yes" if both schedules have the numbers of one process, "differs" if they differ from it, or why
+    not."""
     with RAN.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     words = {SAME: "yes", NO_SCHEDULE: NOT_TRAINED}
@@ -127,7 +129,7 @@ def main() -> int:
 
 
 def run(megatron: Path, only: Sequence[str] | None) -> list[list[str]]:
-    """A row for each recipe whose name has one of the texts, by the parser of this checkout, which stays imported."""
+    """A row for each recipe whose name contains one of ``only``. The checkout's parser stays imported."""
     sys.path.insert(0, str(megatron))
     imported, ran, gpu, rows = import_arguments(HOPPER), what_ran(), gpu_named("h100"), []
     for recipe in recipes_of(megatron):
@@ -139,7 +141,7 @@ def run(megatron: Path, only: Sequence[str] | None) -> list[list[str]]:
 
 
 def false_errors(rows: Sequence[list[str]]) -> list[list[str]]:
-    """Of recipes that ran and agree with one process."""
+    """The rows with an error for a recipe that ran and agrees with one process."""
     return [row for row in rows if row[1] == "yes" and row[2] and not any(text in row[4] for text in DROPPED)]
 
 

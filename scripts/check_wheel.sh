@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Builds the source distribution and the wheel, checks both, and uses the wheel in an empty environment.
+# Builds the source distribution and the wheel, checks both, and tries the wheel in an empty environment.
 #
-#   scripts/check_wheel.sh [DIR]           where the two files are to be (default: dist)
+#   scripts/check_wheel.sh [DIR]           the folder for the two files (default: dist)
 #
 #   MEGATRON_PP_URL=https://...            the repository's address, for the links of the package's page
-#   MEGATRON_PP_PYTHON_VERSION=3.12        with this version of Python; MEGATRON_PP_VENV says where its environment is
-# The empty environment gets the wheel and, to check types, mypy; the dependencies are seen from the other one.
+#   MEGATRON_PP_PYTHON_VERSION=3.12        use this version of Python; MEGATRON_PP_VENV names its environment's folder
+# Only the wheel is installed in the empty environment. It finds the dependencies in the other environment.
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 case "${1:-}" in --help | -h) exec "$root/scripts/print_help.sh" "${BASH_SOURCE[0]}" ;; esac
 if [[ $# -gt 1 || "${1:-}" == -* ]]; then
-    echo "check_wheel.sh: one folder is taken, and $* was given (--help)" >&2
+    echo "check_wheel.sh: give at most one folder; $* was given (--help)" >&2
     exit 2
 fi
 mkdir -p -- "${1:-dist}"
 dist="$(cd -- "${1:-dist}" && pwd -P)"
 if [[ -n "$(find "$dist" -maxdepth 1 -name 'megatron_pp-*')" ]]; then
-    echo "check_wheel.sh: $dist has files of a release already; remove them or name another folder" >&2
+    echo "check_wheel.sh: $dist already has files of a release; remove them or name another folder" >&2
     exit 2
 fi
 python="$("$root/scripts/setup_env.sh" release test)"

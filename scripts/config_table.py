@@ -27,7 +27,7 @@ def default_text(field: dataclasses.Field) -> str:
 
 
 def config_table() -> str:
-    """The fields as a Markdown table, a heading row per section."""
+    """The fields of a config as a Markdown table, with a heading row for each section."""
     rows = [["field", "default", "what it says"]]
     for field in dataclasses.fields(TransformerConfig):
         section = field.metadata.get("section")
@@ -42,7 +42,7 @@ def config_table() -> str:
 
 
 def settings_table() -> str:
-    """The settings that are fields of the config by their names, the others in a table."""
+    """The settings of install(). Those that are fields of the config are named in a line, the others are in a table."""
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     keyword = " (a keyword only)"
     shared = [f"`{name}`{keyword * one.kind.only_keyword}" for name, one in TABLE.items() if name in fields]

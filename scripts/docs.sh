@@ -4,7 +4,7 @@
 #   scripts/docs.sh            build
 #   scripts/docs.sh serve      build, and serve it at http://127.0.0.1:8000 (searching needs a server)
 #
-# Other arguments go on to mkdocs. See scripts/setup_env.sh for MEGATRON_PP_VENV and MEGATRON_PP_PYTHON.
+# Other arguments are passed to mkdocs. See scripts/setup_env.sh for MEGATRON_PP_VENV and MEGATRON_PP_PYTHON.
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"

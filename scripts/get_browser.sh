@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs Debian's Chromium and its driver, in which the tests open the HTML drawings. Does nothing where there is a
-# browser with its driver, or no right to install one: those tests are then skipped, with the reason.
+# Installs Debian's Chromium and its driver, in which tests open the HTML drawings. Does nothing if there is a browser
+# with its driver. Installs nothing without the right to: the tests are then skipped, with the reason.
 set -euo pipefail
 
 case "${1:-}" in --help | -h) exec "$(dirname -- "${BASH_SOURCE[0]}")/print_help.sh" "${BASH_SOURCE[0]}" ;; esac

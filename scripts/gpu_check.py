@@ -1,20 +1,20 @@
 #!/usr/bin/env python
-"""A first day on 1 to 8 GPUs: what nothing but a GPU can show, checked and measured in parts.
+"""Check and measure on 1 to 8 GPUs, in parts, what only a GPU can show.
 
     scripts/gpu_check.sh                   parts that have not run here at this commit, first those that never ran
-    scripts/gpu_check.sh --only race eight these parts, also where they are done
-    scripts/gpu_check.sh --fresh           all parts anew
+    scripts/gpu_check.sh --only race eight these parts, even if they are done
+    scripts/gpu_check.sh --fresh           all parts again
     scripts/gpu_check.sh --out FILE.md     write elsewhere: FILE.md, data/FILE.json
     scripts/gpu_check.sh --list            the parts, with their deadlines and what each needs
-    scripts/gpu_check.sh --page            make the page from what is recorded, and run nothing
-    scripts/gpu_check.sh --cpu             over gloo without a GPU: tries the script, checks nothing of CUDA
+    scripts/gpu_check.sh --page            make the page from the recorded results, and run nothing
+    scripts/gpu_check.sh --cpu             try the script over gloo without a GPU; checks nothing of CUDA
 
-Each part runs in processes of its own and has a deadline, at which they are killed. Its verdict is pass, fail, numbers
-(measured, with nothing to be judged) or not run, with the reason. What is known is in docs/data/gpu_results.json, a
-committed file: the result of a part replaces what was recorded of it, and nothing else does. It is saved after each
-part: a run that is ended early (Ctrl-C, SIGTERM, the end of its time) leaves what is done, and the next call goes on
-there. All parts together take two calls. Exit status: 0 where nothing has failed, 1 where something has or parts are
-still to come, 2 where the call was wrong.
+Each part runs in processes of its own, and has a deadline at which they are killed. Its verdict is pass, fail, numbers
+(measured, without a limit) or not run, with the reason. The results are in docs/data/gpu_results.json, a committed
+file. A part's result is replaced only when the part runs again. The file is saved after each part. If a run ends early
+(Ctrl-C, SIGTERM, the end of its time), the finished parts are kept, and the next call continues there. All parts
+together take two calls. The exit status is 0 if no part has failed, 1 if a part has failed or has yet to run, and 2 for
+wrong arguments.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from testkit.race_cases import KEEP_FREED_MEMORY_MAPPED  # noqa: E402
 
 SECONDS = 1170.0
 PAGE = ROOT / "docs" / "gpu_results.md"
-_STAND_IN_GPUS = 2  # that the CPU stands for
+_STAND_IN_GPUS = 2  # the number of GPUs that --cpu assumes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,7 +83,7 @@ def only_the_page(out: Path) -> int:
 
 
 def carried_out(run: Run, args: argparse.Namespace) -> int:
-    """Run what is to be run, and write the page."""
+    """Run the parts that are chosen or have yet to run, and write the page. Returns the exit status."""
     parts = table.chosen(args.only) if args.only else run.to_come()
     try:
         run_parts(run, parts, args.seconds, say)
@@ -110,9 +110,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="FILE.md", help=f"default: {PAGE.name}, with --cpu nowhere")
     names = [part.name for part in table.PARTS]
     parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="PART", help="see --list")
-    parser.add_argument("--fresh", action="store_true", help="run all parts anew")
-    parser.add_argument("--page", action="store_true", help="make the page from what is recorded, and run nothing")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together (default: %(default)g)")
+    parser.add_argument("--fresh", action="store_true", help="run all parts again")
+    parser.add_argument("--page", action="store_true", help="make the page from the recorded results, and run nothing")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="limit for all parts together (default: %(default)g)"
+    )
     parser.add_argument("--cpu", action="store_true", help="gloo on the CPU, with small sizes; writes only to --out")
     parser.add_argument("--list", action="store_true", help="print the parts and do nothing")
     args = parser.parse_args(argv)
@@ -126,7 +128,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def say(part: table.Part, result: Result) -> None:
-    """A line for each part as it ends, and what failed."""
+    """Print a line for a part that has ended, and its failures."""
     why = "" if result.failures else result.why
     print(f"{part.name:18} {result.verdict:8} {result.seconds:6.1f} s  {why}", flush=True)
     for failure in result.failures:
@@ -134,7 +136,7 @@ def say(part: table.Part, result: Result) -> None:
 
 
 def _ended(number: int, frame: FrameType | None) -> None:
-    """SIGTERM ends the run as Ctrl-C does; `timeout` sends it twice."""
+    """Handle SIGTERM as Ctrl-C. A second SIGTERM is ignored, because `timeout` sends two."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 

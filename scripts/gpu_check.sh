@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# What nothing but a GPU can show: checked and measured in parts. A call ends within 20 minutes, and the next one goes
-# on. Adds to docs/data/gpu_results.json what it finds, and makes docs/gpu_results.md from that. Installs nothing.
+# Checks and measures, in parts, what only a GPU can show. A call ends within 20 minutes, and the next call continues.
+# It adds its results to docs/data/gpu_results.json, and makes docs/gpu_results.md from that file. It installs nothing.
 # Arguments: see scripts/gpu_check.py --help.
 #
-#   MEGATRON_PP_PYTHON=FILE   the interpreter to use, with a torch that has CUDA. Default: python3 if it has torch, else
-#                             that of the environment of scripts/setup_env.sh, where it has been made
+#   MEGATRON_PP_PYTHON=FILE   the interpreter to use, with a torch that has CUDA. Default: python3 if it has torch, or
+#                             the interpreter of the environment that scripts/setup_env.sh has made
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"

@@ -25,7 +25,7 @@ def _part(fault: KnownFault) -> str:
     since = fault.since or OLDEST
     releases = f"{since} and newer; fixed in {fault.fixed}" if fault.fixed else f"{since} and newer; not fixed so far"
     terms = ", and ".join(" or ".join(map(_term, terms)) for terms in fault.when)
-    engine = "absent" if fault.engine == NOT_AFFECTED else "present: it is outside of the schedule"
+    engine = "absent" if fault.engine == NOT_AFFECTED else "present: the fault is outside of the schedule"
     shown = f"Shown by: `{fault.shown}`" if fault.shown else f"Not shown by a test: {fault.unshown}"
     lines = [
         f"### {fault.name}",

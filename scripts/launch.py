@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""``torchrun`` with the same arguments, that prints in one line how a run ended, with its exit code.
+"""``torchrun`` with the same arguments. At the end it prints in one line how the run ended. Its exit codes:
 
     0            every rank has done all its steps
     128 + signal a signal (Ctrl-C, SIGTERM) to this launcher or to a rank: the ranks have finished their step and saved
@@ -9,11 +9,11 @@
     5            another run is working in the run's folder
     1            any other failure
 
-A rank has printed the reason of 2, 3, 4 or 5; after 1 the last line says which rank failed, at which instruction, and
-why. When this launcher ends, however it ends, its ranks end too (Linux).
+For 2, 3, 4 and 5 a rank has printed the reason. For 1 the last line says which rank failed, at which instruction, and
+why. On Linux the ranks end when this launcher ends, for whatever reason.
 
-With ``--max-restarts`` all but 0 and a signal to the launcher start the ranks again, which then continue their run.
-See examples/gpt/program.py for the ranks' own exit codes, which are the same.
+With ``--max-restarts`` the ranks start again after every code except 0 and except a signal to the launcher. They then
+continue their run. The ranks' own exit codes are the same; examples/gpt/program.py has them.
 """
 
 import gc
@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-gc.disable()  # a seventh of the time to import torch goes into finding no garbage
+gc.disable()  # while torch is imported, the collector takes a seventh of the time and finds no garbage
 
 from torch.distributed.elastic.multiprocessing import SignalException  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure  # noqa: E402
@@ -44,22 +44,23 @@ gc.enable()
 
 PASSED_ON = (2, 3, 4, 5, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
-# Seconds that the first of several nodes stays after a failure: it holds the store, in which the ranks of the others
-# read what has failed.
+# Seconds that the first of several nodes stays after a failure. It holds the store from which ranks of other nodes
+# read the failure.
 FAREWELL = 8.0
 
-# c10d's client of a store that is gone writes a page of stack for each call; the ranks say it in a sentence.
+# If the store is gone, c10d's client logs a page of stack frames for each call. The ranks report it in one sentence.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # The ranks end with this process: see scripts/train.py.
 os.environ["MEGATRON_PP_LAUNCHER"] = str(os.getpid())
 
-# How long they may take, in seconds, before they are killed. Older releases of torch do not read it and wait for 30.
+# Seconds that the ranks may take to end before they are killed. Older releases of torch ignore it and wait for 30 s.
 os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
 
 
 def summary(rank: int, failure: ProcessFailure, logs: Path) -> str:
-    """Why the run has failed, in one line: what a rank has reported of another, else of itself, in the last start."""
+    """Why the run failed, in one line. It is the report of the last start: of a rank about another, or else about
+    itself."""
     found = []
     for path in logs.glob("*/attempt_*/*/error.json"):
         with suppress(ValueError):  # cut short by a signal
@@ -81,8 +82,8 @@ def others_read_here() -> bool:
 
 
 def run(logs: Path) -> int:
-    """Run ``torchrun``; the exit code. The ranks' errors are left in ``logs``."""
-    bind_stores()  # torch's listen on all interfaces, for anyone
+    """Run ``torchrun`` and return the exit code. The ranks' error files are in ``logs``."""
+    bind_stores()  # torch's stores would listen on all interfaces
     here = ["--local-addr", "127.0.0.1"] if "--standalone" in sys.argv else []
     try:
         main(["--log-dir", str(logs), *here, *sys.argv[1:]])
@@ -102,15 +103,16 @@ def run(logs: Path) -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """End without the interpreter's finalisation: after a signal torchrun leaves the thread that keeps its rendezvous
-    alive, and a thread that is inside a call of torch's store then would abort the process ("terminate called")."""
+    """End without the interpreter's finalisation. After a signal torchrun leaves a thread that keeps its rendezvous
+    alive. If that thread is inside a call of torch's store, finalisation would abort the process ("terminate called").
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    # What they log of a rank that has ended, the ranks and the last line say.
+    # These loggers repeat what the ranks and the last line already say.
     for name in ("api", "errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
     folder = Path(tempfile.mkdtemp(prefix="megatron_pp_"))

@@ -4,12 +4,12 @@
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 scripts/launch_multinode.sh [--dry-run] <flags of train.py>
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 scripts/launch_multinode.sh [--dry-run] <the same flags>
 #
-#   sbatch --nodes 2 --wrap "scripts/launch_multinode.sh <flags of train.py>"     starts itself once on each node
-#   srun --ntasks-per-node 1 scripts/launch_multinode.sh <flags of train.py>      the same, given by hand
+#   sbatch --nodes 2 --wrap "scripts/launch_multinode.sh <flags of train.py>"     the script starts itself on each node
+#   srun --ntasks-per-node 1 scripts/launch_multinode.sh <flags of train.py>      the same, started by hand
 #
-# All nodes see the project, the text and the run's folder (--run-dir) under the same paths. Options come first:
+# All nodes must see the project, the text and the run's folder (--run-dir) under the same paths. Options come first:
 #
-#   --dry-run   print the command of this node and start nothing
+#   --dry-run   print the command of this node, and start nothing
 #   --help      print this
 #
 # Environment. Wrong values are reported before anything starts, with exit code 2.
@@ -17,11 +17,11 @@
 #   NNODES          nodes                                 default: Slurm's, or 1
 #   NODE_RANK       this node's number, from 0            default: Slurm's; required if NNODES > 1
 #   MASTER_ADDR     name or address of node 0             default: Slurm's first node; required if NNODES > 1
-#   MASTER_PORT     a free port of node 0                 default: 29500; under Slurm one made from the job's number
+#   MASTER_PORT     a free port of node 0                 default: 29500; under Slurm derived from the job's number
 #   NPROC_PER_NODE  ranks on this node                    default: one for each GPU; 1 without a GPU
-#   MAX_RESTARTS    starts after a failure of any rank    default: 0; a run goes on from its newest checkpoint
+#   MAX_RESTARTS    starts after a failure of any rank    default: 0; a run continues from its newest checkpoint
 #   SCRIPT          the program to run                    default: scripts/train.py
-#   GLOO_SOCKET_IFNAME  interface that gloo uses          default: the one on the way to MASTER_ADDR
+#   GLOO_SOCKET_IFNAME  interface that gloo uses          default: the one that reaches MASTER_ADDR
 #   OMP_NUM_THREADS     threads of a rank                 default: 1
 #   MEGATRON_PP_PYTHON, MEGATRON_PP_VENV                  see scripts/setup_env.sh
 #
@@ -37,7 +37,7 @@ fail() {
     exit 2
 }
 
-# check_number NAME LEAST MOST: the variable of that name holds a whole number between them.
+# check_number NAME LEAST MOST: fail unless the variable NAME holds a whole number from LEAST to MOST.
 check_number() {
     local value="${!1}"
     if ! [[ "$value" =~ ^[0-9]{1,9}$ ]] || ((10#$value < $2 || 10#$value > $3)); then
@@ -45,7 +45,7 @@ check_number() {
     fi
 }
 
-# The first of Slurm's nodes, of which the list is written in Slurm's own short form.
+# The first of Slurm's nodes. Slurm writes the list of nodes in its own short form.
 first_slurm_node() {
     local list="${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}"
     [[ -n "$list" ]] || fail "MASTER_ADDR is not set, and Slurm gives no list of nodes; give the address of node 0"
@@ -53,7 +53,7 @@ first_slurm_node() {
     scontrol show hostnames "$list" | head -n 1
 }
 
-# The network interface that holds MASTER_ADDR, or else the one on the way there. Empty if unknown.
+# The network interface that has MASTER_ADDR, or else the one that reaches it. Empty if unknown.
 interface_to_master() {
     command -v ip > /dev/null || return 0
     local address device
@@ -84,7 +84,7 @@ while [[ $# -gt 0 ]]; do
     esac
 done
 
-# In a job of Slurm, but not yet one of its steps: start this script once on each node.
+# Within a Slurm job but not in a job step: start this script once on each node.
 if [[ -n "${SLURM_JOB_ID:-}" && -z "${SLURM_STEP_ID:-}" && -z "${NODE_RANK:-}" ]]; then
     nodes="${NNODES:-${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}}"
     command=(srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --kill-on-bad-exit=0 "$self" "$@")
@@ -127,7 +127,7 @@ check_number NPROC_PER_NODE 1 4096
 MAX_RESTARTS="${MAX_RESTARTS:-0}"
 check_number MAX_RESTARTS 0 100000
 SCRIPT="${SCRIPT:-$root/scripts/train.py}"
-[[ -f "$SCRIPT" ]] || fail "SCRIPT is '$SCRIPT', which is no file"
+[[ -f "$SCRIPT" ]] || fail "SCRIPT is '$SCRIPT', which is not a file"
 
 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$(interface_to_master)}"
 if [[ -n "$GLOO_SOCKET_IFNAME" ]]; then
@@ -137,7 +137,7 @@ if [[ -n "$GLOO_SOCKET_IFNAME" ]]; then
     export GLOO_SOCKET_IFNAME
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Nodes without a name service, and stores that are gone, make c10d write pages of warnings.
+# Without a name service, or after the store is gone, c10d writes pages of warnings.
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 
 if [[ -n "$dry_run" ]]; then

@@ -1,4 +1,4 @@
-"""CUDA graphs of layers in a training loop of Megatron-core's; the fields of its config are named as its flags."""
+"""CUDA graphs of layers in a training loop of Megatron-core. Fields of its config have the names of its flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def captures(args: argparse.Namespace) -> bool:
 
 
 def config_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Of FP8 and graphs, where they are asked for: older releases lack them."""
+    """The config fields of FP8 and CUDA graphs, only for those that are switched on: older releases lack them."""
     fields: dict[str, Any] = {"fp8": args.fp8_format} if args.fp8_format else {}
     if captures(args):
         fields |= {"cuda_graph_impl": args.cuda_graph_impl, "cuda_graph_warmup_steps": 1}
@@ -35,12 +35,12 @@ def config_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def seed_options(args: argparse.Namespace) -> dict[str, bool]:
-    """Of ``model_parallel_cuda_manual_seed``: graphs draw their random numbers anew at each replay."""
+    """Arguments of ``model_parallel_cuda_manual_seed``. With them graphs draw new random numbers at each replay."""
     return {"use_cudagraphable_rng": True} if captures(args) else {}
 
 
 def made(args: argparse.Namespace, chunks: list[Any], config: Any, optimizer: Any) -> TransformerEngineGraphs | None:
-    """What captures graphs between steps; None where nothing does, as Megatron's own are captured within a step."""
+    """The object that captures graphs between steps. None if there is none: Megatron captures its own within a step."""
     if args.cuda_graph_impl != TRANSFORMER_ENGINE:
         return None
     return TransformerEngineGraphs(args, chunks, config, optimizer)
@@ -57,11 +57,12 @@ class TransformerEngineGraphs:
 
         sizes = args.global_batch_size, args.micro_batch_size, parallel_state.get_data_parallel_world_size()
         init_num_microbatches_calculator(dist.get_rank(), None, *sizes)
-        self.chunks = chunks if args.overlap_param_gather else []  # those with hooks that gather parameters
+        self.chunks = chunks if args.overlap_param_gather else []  # chunks with hooks that gather parameters
         self.helper = TECudaGraphHelper(chunks, config, args.seq_length, args.micro_batch_size, [optimizer])
 
     def capture(self) -> None:
-        """As Megatron's training loop, after its first step: what gathers parameters is no part of a graph."""
+        """Capture, as Megatron's training loop does after its first step. Hooks that gather parameters stay outside of
+        graphs."""
         if self.helper.graphs_created():
             return
         for chunk in self.chunks:

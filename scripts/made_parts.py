@@ -1,4 +1,4 @@
-"""Parts of pages that a command makes: each is between two marks, and `--check` reports those that are stale.
+"""Parts of pages that a command writes. Each is between two marks. `--check` reports the parts that are out of date.
 
 Long tables are data files beside the page, ``data/NAME.csv``. The page links to each; the site shows the table there.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 Table = Sequence[Sequence[str]]  # the first row is the head
 _TABLE = re.compile(r"(?:^\|.*(?:\n|\Z))+", re.MULTILINE)
 _DATA_LINE = re.compile(r"^\[Table: ([^\]\n]+)\]\((?:\.\./)*(?:docs/)?data/([\w.-]+)\.csv\)$", re.MULTILINE)
-_SHORT = 7  # rows, the head among them, of a table that stays on its page
+_SHORT = 7  # rows, with the head, up to which a table stays on its page
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,13 @@ class MadePart:
     make: Callable[[], str]
 
     def renewed(self, text: str) -> str:
-        """``text``, the page's, with this part made anew."""
+        """``text`` of the page, with this part written again."""
         before, _, after = self.split(text)
         return f"{before}\n{self.make()}\n{after}"
 
     def split(self, text: str) -> tuple[str, str, str]:
-        """``text``, the page's: up to this part, this part, and behind it, with the marks in the first and the last."""
+        """``text`` of the page in three: before this part with its first mark, this part, and after it with its last
+        mark."""
         start, end = f"<!-- made by a command: {self.name} -->", f"<!-- end of {self.name} -->"
         before, found, rest = text.partition(start)
         part, found_too, after = rest.partition(end)
@@ -46,21 +47,21 @@ class MadePart:
 
 @dataclass(frozen=True)
 class MadeData:
-    """A data file of which ``make()`` is the table."""
+    """A data file that holds the table ``make()``."""
 
     page: Path
     make: Callable[[], Table]
     name: str = "the table"
 
     def renewed(self, text: str) -> str:
-        """Whatever ``text`` was."""
+        """The content of the file. ``text``, its old content, does not matter."""
         return _csv_text(self.make())
 
 
 def renew(parts: Sequence[MadePart | MadeData], description: str) -> int:
     """Write the parts into their files; with `--check` in the arguments, only report. Returns the exit code."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a part is stale, change nothing")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a part is out of date")
     check = parser.parse_args().check
     stale = 0
     for part in parts:
@@ -75,13 +76,13 @@ def renew(parts: Sequence[MadePart | MadeData], description: str) -> int:
 
 
 def markdown_table(rows: Table) -> str:
-    """The first row is the head."""
+    """``rows`` as a Markdown table. The first row is the head."""
     head, *body = rows
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body])
 
 
 def table_in(text: str) -> list[list[str]]:
-    """The first Markdown table of a text; empty where there is none."""
+    """The rows of the first Markdown table in ``text``; empty if there is none."""
     lines = _TABLE.search(text)
     if lines is None:
         return []
@@ -94,7 +95,7 @@ def data_file(page: Path, name: str) -> Path:
 
 
 def write_data(page: Path, name: str, title: str, rows: Table) -> str:
-    """Write the table into its data file; returns the line for the page."""
+    """Write the table into its data file. Returns the line of the page that links to it."""
     file = data_file(page, name)
     file.parent.mkdir(exist_ok=True)
     file.write_text(_csv_text(rows), encoding="utf-8")
@@ -114,7 +115,8 @@ def read_data(page: Path, name: str) -> list[list[str]]:
 
 
 def long_tables_to_data(page: Path, prefix: str, title: str, text: str) -> str:
-    """``text`` of a page with links for long tables, to PREFIX_HEADING.csv, or PREFIX_TITLE.csv"""
+    """``text`` of a page, with its long tables moved to data files PREFIX_HEADING.csv or PREFIX_TITLE.csv and links
+    instead."""
 
     def moved(match: re.Match[str]) -> str:
         rows = table_in(match[0])
@@ -129,7 +131,8 @@ def long_tables_to_data(page: Path, prefix: str, title: str, text: str) -> str:
 
 
 def with_tables(page: Path, text: str, around: str = "{table}") -> str:
-    """``text`` of a page with its tables in place of the lines that link to them; ``around`` names title and table."""
+    """``text`` of a page, with tables in place of the lines that link to them. ``around`` is a format of title and
+    table."""
     return _DATA_LINE.sub(
         lambda match: around.format(title=html.escape(match[1]), table=markdown_table(read_data(page, match[2]))), text
     )

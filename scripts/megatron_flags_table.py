@@ -3,7 +3,7 @@
 
     python scripts/megatron_flags_table.py CHECKOUT... > megatron_pp/tools/flags/megatron.csv
 
-Each checkout is read in a process of its own. A flag that several releases have is as the newest has it.
+Each checkout is read in a process of its own. If several releases have a flag, its row is that of the newest.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ CONFIGS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkouts", nargs="+", metavar="CHECKOUT", help="of Megatron-LM, the newest last")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("checkouts", nargs="+", metavar="CHECKOUT", help="a checkout of Megatron-LM; the newest last")
+    # How this script calls itself for one checkout.
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         sys.path[0] = given.checkouts[0]
@@ -71,7 +72,7 @@ def rows_of_checkout() -> dict[str, Any]:
         row = {"setting": action.dest, "kind": _kind(action), "options": options}
         default = megatron_process.plain(action.default)
         row["default"] = "" if default is None or default == argparse.SUPPRESS else json.dumps(default)
-        if action.dest in rows:  # a switch on, and one off
+        if action.dest in rows:  # one flag switches it on, another one off
             row["options"] = [*rows[action.dest]["options"], *(f"{option}:{_kind(action)}" for option in options)]
             row["kind"], row["default"] = rows[action.dest]["kind"], rows[action.dest]["default"]
         rows[action.dest] = row
@@ -81,7 +82,8 @@ def rows_of_checkout() -> dict[str, Any]:
 
 
 def rows_of_configs() -> list[dict[str, Any]]:
-    """Fields of the configs that Megatron makes from its arguments; those that no flag sets have no options."""
+    """Rows for the fields of the configs that Megatron makes from its arguments. A field without a flag has no
+    options."""
     found = []
     for place in CONFIGS:
         module, _, name = place.rpartition(".")
@@ -105,7 +107,8 @@ def arguments_release() -> str:
 
 
 def _kind(action: argparse.Action) -> str:
-    """ "on" and "off" are switches; "either" is a switch with --no-... beside it; "list" takes several words."""
+    """The kind of a flag. "on" and "off" are switches, "either" is a switch that also has --no-..., and "... list"
+    takes several words."""
     if isinstance(action, argparse.BooleanOptionalAction):
         return "either"
     if action.nargs == 0:

@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Run Megatron-LM's own tests of its schedules twice, as they are and under `install()`, and compare.
+"""Run Megatron-LM's own tests of its schedules twice, without and with `install()`, and compare.
 
     python scripts/megatron_own_tests.py ~/Megatron-LM [-k EXPRESSION]
 
-The checkout's tests/unit_tests/pipeline_parallel/test_schedules.py, on 8 processes with gloo on the CPU (or NCCL,
-given 8 GPUs), with the checkout's own `megatron`. It needs pytest-mock. A test has passed if it passed on every rank.
-Exits with 1 where a test passes without `install()` and not with it, or none passes, and with 2 where it cannot run.
+The tests are the checkout's tests/unit_tests/pipeline_parallel/test_schedules.py. They run with the checkout's own
+`megatron` on 8 processes, with gloo on the CPU, or with NCCL on 8 GPUs. A test has passed if it passed on every rank.
+Needs pytest-mock. The exit status is 1 if a test passes only without `install()`, or if none passes. It is 2 if the
+tests cannot run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ RANKS = 8
 
 
 class Outcomes:
-    """A plugin of pytest's: test -> "passed", "skipped", or the last line of what it raised."""
+    """A pytest plugin that records the outcome of each test: "passed", "skipped", or the last line of its error."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
@@ -39,7 +40,7 @@ class Outcomes:
 
 
 def prepare(checkout: Path) -> None:
-    """Import, once for all ranks, the checkout's Megatron; without a GPU redirected to the CPU."""
+    """Import the checkout's Megatron once for all ranks. Without a GPU it is redirected to the CPU."""
     import torch
 
     sys.path.insert(0, str(ROOT))
@@ -53,18 +54,18 @@ def prepare(checkout: Path) -> None:
 
 
 def take_tests_of(checkout: Path) -> None:
-    """Both projects have a package `tests`: from here on it is the checkout's. Its `Utils` imports more of Megatron."""
+    """Make `tests` mean the checkout's package, since both projects have one. Its `Utils` imports more of Megatron."""
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         del sys.modules[name]
     sys.path.remove(str(ROOT))
     arguments: Any = types.ModuleType("megatron.training.argument_utils")
-    arguments.__getattr__ = lambda name: None  # makes configs from flags, for other tests
+    arguments.__getattr__ = lambda name: None  # only other tests use it, to make configs from flags
     sys.modules.setdefault(arguments.__name__, arguments)
     os.chdir(checkout)
 
 
 def allow_groups_of_each_rank() -> None:
-    """Let `new_group` be called with other ranks on other ranks, as the tests do: NCCL takes that, and gloo waits."""
+    """Let ranks call `new_group` with different lists of ranks, as the tests do. NCCL accepts that; gloo would wait."""
     import torch.distributed as dist
 
     plain = dist.new_group
@@ -79,7 +80,7 @@ def allow_groups_of_each_rank() -> None:
 
 
 def run_rank(rank: int, size: int, port: int, checkout: Path, more: list[str], installs: bool, folder: str) -> Any:
-    """The outcomes on one rank, by test; what it prints goes to a file of ``folder``."""
+    """The outcomes on one rank, by test. Its output goes to a file of ``folder``."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_PORT=str(port))
     output = open(_log(folder, rank), "w")  # noqa: SIM115 (until the process ends)
     os.dup2(output.fileno(), 1)
@@ -104,7 +105,7 @@ def _log(folder: str, rank: int) -> Path:
 
 
 def run(checkout: Path, more: list[str], installs: bool, deadline: float) -> dict[str, str]:
-    """Test -> "passed", or what became of it on the first rank that did not pass it."""
+    """Test -> "passed", or its outcome on the first rank where it did not pass."""
     processes = importlib.import_module("testkit.processes")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -115,7 +116,7 @@ def run(checkout: Path, more: list[str], installs: bool, deadline: float) -> dic
             found = processes.run_processes(
                 run_rank, RANKS, arguments, timeout=deadline, backend=None, start_method="fork"
             )
-        except RuntimeError as failed:  # a rank's, or the deadline's
+        except RuntimeError as failed:  # a rank raised, or the deadline has passed
             print(_log(folder, 0).read_text()[-2000:], file=sys.stderr)
             raise SystemExit(str(failed)) from failed
     merged: dict[str, str] = {}
@@ -138,7 +139,7 @@ def main() -> int:
         parser.error("Megatron-LM's tests need pytest-mock, which is not installed: pip install pytest-mock")
     prepare(checkout)
     found = []
-    for words, installs in (("as they are", False), ("under install()", True)):
+    for words, installs in (("without install()", False), ("with install()", True)):
         start, outcomes = time.monotonic(), run(checkout, more, installs, options.deadline)
         found.append(outcomes)
         counts = [list(outcomes.values()).count(kind) for kind in ("passed", "skipped")]
@@ -147,9 +148,12 @@ def main() -> int:
     without, under = found
     differing = {name: outcome for name, outcome in under.items() if without.get(name) != outcome}
     for name, outcome in differing.items():
-        print(f"{name}\n    as it is: {without.get(name)}\n    under install(): {outcome}")
+        print(f"{name}\n    without install(): {without.get(name)}\n    with install(): {outcome}")
     if "passed" not in without.values():
-        print(f"no test passed as it is, so nothing was compared: {next(iter(without.values()), 'no test was found')}")
+        print(
+            "no test passed without install(), so nothing was compared: "
+            + next(iter(without.values()), "no test was found")
+        )
         return 1
     return 1 if any(without.get(name) == "passed" for name in differing) else 0
 

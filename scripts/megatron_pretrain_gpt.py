@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""Train with Megatron-LM's own, unchanged pretrain_gpt.py under its schedule and under this engine's, and compare.
+"""Train with Megatron-LM's unchanged pretrain_gpt.py, under its own schedule and under this engine, and compare.
 
     python scripts/megatron_pretrain_gpt.py ~/Megatron-LM [--schedules interleaved_1f1b,zb_v]
 
-Two ranks with two chunks each train a small GPTModel on mock data. Megatron's own schedule makes two steps and saves a
-distributed checkpoint, so that all runs start with equal parameters: each schedule loads it, makes the third step and
-saves another, from which 1f1b without virtual stages makes the fourth. Build the helpers of Megatron's data sets
-first, as `make -C megatron/core/datasets` with pybind11 does.
-Exits with 1 where a logged loss, or a gradient norm beyond its fourth digit, differs from that of Megatron's schedule.
+Two ranks with two chunks each train a small GPTModel on mock data. Megatron's own schedule runs two steps and saves a
+distributed checkpoint. Each schedule loads it, so all start with equal parameters, and runs the third step. It saves
+another checkpoint, from which 1f1b without virtual stages runs the fourth step. Build the helpers of Megatron's data
+sets first: `make -C megatron/core/datasets`, which needs pybind11.
+The exit status is 1 if a logged loss differs from that of Megatron's schedule, or a gradient norm by more than 1e-4 of
+its value.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Steps = dict[int, tuple[str, float]]
 
 
 def on_this_machine(checkout: Path, folder: str) -> tuple[dict[str, str], list[str]]:
-    """Environment and flags. Without a GPU, each Python redirects itself to the CPU as it starts (`sitecustomize`)."""
+    """The environment and flags of a run. Without a GPU, `sitecustomize` redirects each Python process to the CPU."""
     variables, flags = {**os.environ, "OMP_NUM_THREADS": "1"}, []
     if not torch.cuda.is_available():
         (Path(folder) / "sitecustomize.py").write_text(ON_CPU)
@@ -61,7 +62,7 @@ def on_this_machine(checkout: Path, folder: str) -> tuple[dict[str, str], list[s
 
 
 def train(checkout: Path, variables: dict[str, str], schedule: str | None, flags: list[str], deadline: float) -> Steps:
-    """Step -> its loss as logged, and its gradient norm. Under Megatron's own schedule where ``schedule`` is None."""
+    """Step -> (its loss as logged, its gradient norm). ``schedule`` None is Megatron's own schedule."""
     launcher = [str(ROOT / "scripts" / "launch.py"), "--standalone", "--nproc-per-node", "2"]
     engine = ["-m", "megatron_pp", "run", "--pipeline-schedule", schedule] if schedule else []
     job = subprocess.Popen(
@@ -85,7 +86,8 @@ def train(checkout: Path, variables: dict[str, str], schedule: str | None, flags
 
 
 def equal(one: Steps, other: Steps) -> bool:
-    """A norm adds up in the order of ranks, which a V changes."""
+    """Whether losses are equal, and norms to 1e-4: a norm is summed in the order of ranks, and a V placement changes
+    it."""
     return one.keys() == other.keys() and all(
         loss == other[step][0] and abs(norm - other[step][1]) <= 1e-4 * norm for step, (loss, norm) in one.items()
     )

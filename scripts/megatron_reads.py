@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Print what the schedules of Megatron-LM checkouts make use of and `reads.py` does not know, and the digests of
-sources that `sources.py` does not have, both in `integrations/megatron/releases/`.
+"""Print the names that schedules of Megatron-LM checkouts use and that `reads.py` lacks, and the digests of sources
+that `sources.py` lacks. Both files are in `integrations/megatron/releases/`.
 
     python scripts/megatron_reads.py ~/Megatron-LM-0.20 ~/Megatron-LM-0.21
 
-Give them oldest first: each is compared with the table up to its release, and with the checkouts before it. Nothing of
-Megatron is imported.
+Give the oldest checkout first: each is compared with the table up to its release, and with the checkouts before it. The
+script does not import Megatron.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_pp.integrations.megatron.releases.versions import ENTRIES
 
 
 def reads_of(checkout: Path) -> dict[str, set[str]]:
-    """As `reads.reads_of`, of the files of a checkout."""
+    """The result of `reads.reads_of`, from the files of a checkout."""
     folder = checkout / "megatron/core/pipeline_parallel"
     reads = {}
     for name in (*ENTRIES, COMMUNICATOR):
@@ -38,7 +38,7 @@ def reads_of(checkout: Path) -> dict[str, set[str]]:
 
 
 def digests_of(checkout: Path) -> dict[str, str]:
-    """As `sources.digest`, of the functions and classes of a checkout that are in KNOWN."""
+    """The result of `sources.digest` for each function and class in KNOWN, from the files of a checkout."""
     found = {}
     for module in MODULES:
         path = checkout / f"megatron/core/pipeline_parallel/{module}.py"
@@ -65,7 +65,7 @@ def release_of(checkout: Path) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkouts", nargs="+", metavar="CHECKOUT", help="of Megatron-LM, oldest first")
+    parser.add_argument("checkouts", nargs="+", metavar="CHECKOUT", help="a checkout of Megatron-LM; the oldest first")
     found: dict[str, set[str]] = {name: set() for name in (*ENTRIES, COMMUNICATOR)}
     for path in parser.parse_args().checkouts:
         release = release_of(Path(path))

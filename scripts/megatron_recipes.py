@@ -1,12 +1,12 @@
-"""Every functional recipe of Megatron-LM that has a pipeline, through `megatron-pp parity --strict`: a table of all.
+"""Run `megatron-pp parity --strict` on every functional recipe of Megatron-LM that has a pipeline, and write a table.
 
     python scripts/megatron_recipes.py --megatron DIR [--only TEXT ...] [--jobs N] [--csv FILE [--resume]]
 
 DIR is a checkout of Megatron-LM. Recipes are the `model_config.yaml` under tests/functional_tests/test_cases whose
 pipeline has more than one stage. `megatron-pp parity` makes them small, and runs them on the CPU under both schedules
-and as one process; recipes that are the same command by then share a run. A recipe is right where both schedules
-compute the same bits. Where a run fails, Megatron's schedule runs alone, which tells whose the failure is. Exit status
-1 where a recipe that Megatron runs is not right. Needs PyYAML.
+and as one process. Recipes whose small commands are equal share a run. A recipe passes if both schedules compute the
+same bits. If a run fails, Megatron's schedule runs alone, to show which schedule failed. The exit status is 1 if a
+recipe that Megatron runs does not pass. Needs PyYAML.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_pp.tools.parity.shrink import for_parity  # noqa: E402
 
 CASES = Path("tests/functional_tests/test_cases")
 SCRIPTS = {"bert": "examples/bert/pretrain_bert.py", "hybrid": "pretrain_hybrid.py", "t5": "examples/t5/pretrain_t5.py"}
-NOT_TRAINING = ("inference", "_rl", "grpo")  # in names of recipes that generate text
+NOT_TRAINING = ("inference", "_rl", "grpo")  # parts of the names of recipes that generate text
 LOGGED = ("--log-", "--tensorboard", "--wandb", "--timing", "--save", "--load", "--exit", "--ckpt", "--use-persistent")
 MOST = 16  # processes
 SAME, OTHER_BITS, OURS, MEGATRON, NO_SCHEDULE = (
@@ -58,7 +58,7 @@ class Recipe:
         return not any(word in self.name for word in NOT_TRAINING)
 
     def key(self) -> tuple[object, ...]:
-        """Equal for recipes that are the same command once they are small."""
+        """A key that is equal for recipes whose small commands are equal."""
         world = fewest_processes(self.flags)
         small, _ = for_parity(Layout(self.flags, world), 2, shrunk=True, gpu=False)
         flags = sorted(item for item in small.flags.items if not item[0].startswith(LOGGED))
@@ -67,7 +67,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``layout``, ``result`` (one of the five above), how each engine compares with one process, and why not."""
+    """The outcome of a recipe. ``result``: one of the five above. ``alone``: how each engine compares with one process.
+    ``reason``: why a run failed."""
 
     result: str
     layout: str = ""
@@ -89,7 +90,7 @@ def recipes_of(megatron: Path) -> list[Recipe]:
 
 
 def few_enough(flags: Flags) -> Layout:
-    """At most MOST processes where that can be: expert, tensor and context parallel ranks are halved, down to two."""
+    """The layout with at most MOST processes, if possible. EP, TP, CP and PP are halved until it fits."""
     layout = Layout(flags, fewest_processes(flags))
     while layout.world > MOST:
         halves = (layout.halved(part) for part in ("EP", "TP", "CP", "PP"))
@@ -102,7 +103,7 @@ def few_enough(flags: Flags) -> Layout:
 
 
 def parity(recipe: Recipe, megatron: Path, engine: str, deadline: float) -> dict[str, Any]:
-    """The object that the command prints."""
+    """The JSON object that `megatron-pp parity` prints, or its error."""
     options = f"--json --strict --masks full --engine {engine} --deadline {deadline}"
     command = [sys.executable, "-m", "megatron_pp", "parity", *options.split()]
     command += [str(megatron / recipe.script), *recipe.flags.words()]
@@ -137,10 +138,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="a checkout of Megatron-LM")
     parser.add_argument("--only", nargs="*", default=None, metavar="TEXT", help="recipes whose names have one of these")
-    parser.add_argument("--jobs", type=int, default=1, help="at a time; default: 1")
+    parser.add_argument("--jobs", type=int, default=1, help="commands that run at the same time; default: 1")
     parser.add_argument("--deadline", type=float, default=240.0, help="seconds for each run; default: 240")
     parser.add_argument("--csv", type=Path, default=None, metavar="FILE", help="write the table, row by row")
-    parser.add_argument("--resume", action="store_true", help="keep the rows of FILE that are no failures")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of FILE that are not failures")
     args = parser.parse_args()
     if not (args.megatron / CASES).is_dir():
         parser.error(f"--megatron {args.megatron}: it has no {CASES}")
@@ -151,7 +152,7 @@ def main() -> int:
     groups: dict[tuple[object, ...], list[Recipe]] = {}
     for recipe in recipes:
         groups.setdefault(recipe.key(), []).append(recipe)
-    print(f"{len(recipes)} recipes, {len(groups)} commands once they are small", file=sys.stderr, flush=True)
+    print(f"{len(recipes)} recipes, {len(groups)} different small commands", file=sys.stderr, flush=True)
     rows = _rows_of(args.csv) if args.resume else {}
     left = [same for same in groups.values() if not all(recipe.name in rows for recipe in same)]
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -165,7 +166,7 @@ def main() -> int:
                     print(" | ".join(row), flush=True)
                 if args.csv is not None:
                     _write(args.csv, rows)
-        finally:  # an interrupt waits for the runs under way, not for all that are left
+        finally:  # an interrupt waits only for the runs that have started
             pool.shutdown(wait=False, cancel_futures=True)
     for result, count in Counter(row[2] for row in rows.values()).most_common():
         print(f"{count} of {len(rows)}: {result}")
@@ -173,7 +174,8 @@ def main() -> int:
 
 
 def _rows_of(path: Path) -> dict[str, list[str]]:
-    """The rows of an interrupted table by recipe, without failures: a busy machine may be their reason."""
+    """The rows of an interrupted table, by recipe. Failures are left out, because a busy machine may have caused
+    them."""
     if not path.exists():
         return {}
     with path.open(newline="") as file:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Write into docs/data/megatron_releases.csv how a release of Megatron-core was run, and say what to do about it.
+"""Record in docs/data/megatron_releases.csv how a release of Megatron-core ran, and print what to do with the release.
 
     PYTHON scripts/megatron_releases.py NAME --package DIR --tests JUNIT.xml [--parity FLAGS] [--csv FILE]
 
 `scripts/test_megatron_versions.sh` calls it with the interpreter that ran the tests. NAME is the release, or the branch
-of a checkout; DIR holds its `megatron`; FLAGS are those of scripts/parity_table.py for the part of the matrix that is
-run under it, none of which leaves the comparison out. A release has one row, that of its last run.
+of a checkout. DIR holds its `megatron`. FLAGS are flags of scripts/parity_table.py that choose the part of the matrix
+to run; without FLAGS nothing is compared with one process. A release has one row, that of its last run.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ NOT_RUN = "-"
 
 @dataclass(frozen=True)
 class Row:
-    """One release, and how it was run. ``tests`` are those of the plug-in; ``cases`` those of the parity with one
-    process, of which ``equal`` are equal to the last bit; ``differs``: functions that no release known before has."""
+    """How one release ran. ``tests_...``: numbers of the plug-in's tests. ``cases``: cases that were compared with one
+    process, ``equal``: those that are equal to the last bit. ``differs``: functions whose source no known release
+    has."""
 
     release: str
     python: str
@@ -62,7 +63,7 @@ class Row:
 
 
 def tests_in(junit: Path) -> tuple[str, str, str]:
-    """Passed, skipped and failed."""
+    """The numbers of passed, skipped and failed tests in a JUnit file."""
     suites = list(ElementTree.parse(junit).getroot().iter("testsuite"))
     every, skipped, failures, errors = (
         sum(int(suite.get(name, "0")) for suite in suites) for name in ("tests", "skipped", "failures", "errors")
@@ -71,7 +72,7 @@ def tests_in(junit: Path) -> tuple[str, str, str]:
 
 
 def parity_under(flags: str) -> tuple[str, str]:
-    """The cases of this engine that were run with this interpreter's Megatron-core, and how many are equal."""
+    """The number of this engine's cases under this interpreter's Megatron-core, and how many are equal."""
     command = [sys.executable, str(ROOT / "scripts" / "parity_table.py"), "--part", "matrix", "--engine", "ours"]
     done = subprocess.run([*command, "--output", "-", *shlex.split(flags)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     found = [row for row in table_in(done.stdout.partition("### In short")[2]) if row and row[0] == "megatron_pp"]
@@ -79,7 +80,7 @@ def parity_under(flags: str) -> tuple[str, str]:
 
 
 def with_row(table: list[list[str]], row: Row) -> list[list[str]]:
-    """The table with this row in place of an earlier one of its release, sorted by releases, branches last."""
+    """The table with ``row``, which replaces an earlier row of its release. Sorted by release, branches last."""
     rows = {cells[0]: cells for cells in table[1:]} | {row.release: row.cells()}
     return [Row.heads(), *(rows[name] for name in sorted(rows, key=_order))]
 
@@ -89,7 +90,7 @@ def _order(name: str) -> tuple[bool, list[int], str]:
 
 
 def runs(row: Row) -> bool:
-    """Whether tests have run, and all that ran is as it should be."""
+    """Whether tests have passed, none has failed, and all compared cases are equal."""
     return row.tests_passed != "0" and row.tests_failed == "0" and row.equal == row.cases
 
 
@@ -99,22 +100,22 @@ def advice(row: Row) -> str:
     compared = f", and {row.equal} of {row.cases} cases are equal to one process" if row.cases != NOT_RUN else ""
     if not runs(row):
         found = (
-            f"megatron-core {row.release} is not shown to run as it should: {passed}{compared}. Stay with an earlier "
-            "release, or leave install() out, until that is mended: read what its functions have beyond the tables "
-            "(below), serve it or hand it back in integrations/megatron/steps/scope.py, and run this again."
+            f"megatron-core {row.release} is not shown to run correctly: {passed}{compared}. Use an earlier release, "
+            "or leave install() out, until this is fixed: read what its functions have beyond the tables (below), "
+            "serve it or hand it back in integrations/megatron/steps/scope.py, and run this again."
         )
     elif f"\nmegatron-core=={row.release};" in CONSTRAINTS.read_text(encoding="utf-8"):
-        found = f"megatron-core {row.release} runs as it should: {passed}{compared}. The constraints pin it already."
+        found = f"megatron-core {row.release} runs correctly: {passed}{compared}. The constraints already pin it."
     else:
         found = (
-            f"megatron-core {row.release} runs as it should: {passed}{compared}. To take it up, pin it in "
-            "scripts/constraints.txt, write scripts/parity_table.py's tables with it, and name it in "
+            f"megatron-core {row.release} runs correctly: {passed}{compared}. To adopt it, pin it in "
+            "scripts/constraints.txt, write the tables of scripts/parity_table.py with it, and name it in "
             "docs/megatron_features.md."
         )
     if row.differs != NOT_RUN:
         found += (
-            f" It differs from all releases known before in {row.differs}: read the difference, then add what "
-            "`scripts/megatron_reads.py DIR` prints to reads.py and sources.py in integrations/megatron/releases/."
+            f" It differs from all known releases in {row.differs}. Read the difference, then add the output of "
+            "`scripts/megatron_reads.py DIR` to reads.py and sources.py in integrations/megatron/releases/."
         )
     return textwrap.fill(found, 120)
 
@@ -123,7 +124,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("release")
     parser.add_argument("--package", type=Path, required=True, help="the folder that holds its `megatron`")
-    parser.add_argument("--tests", type=Path, required=True, help="what pytest --junitxml has written")
+    parser.add_argument("--tests", type=Path, required=True, help="the file that pytest --junitxml has written")
     parser.add_argument("--parity", default="", help="flags of scripts/parity_table.py, such as '--pp 2'")
     parser.add_argument("--csv", type=Path, default=CSV)
     options = parser.parse_args()

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Write the table of docs/recipes/models.md: what each recipe in examples/recipes takes by an estimate from sizes.
+"""Write the table of docs/recipes/models.md: the time and memory of each recipe in examples/recipes, estimated from
+sizes.
 
 python scripts/model_recipes.py [--check]
 """
@@ -47,7 +48,8 @@ UPDATES = 6
 
 @dataclass(frozen=True)
 class Numbers:
-    """``ours``: what is faster than Megatron's schedule, "" for nothing. Steps in ms, memory in GB."""
+    """The numbers of one recipe. ``ours`` is faster than Megatron's schedule, "" if nothing is. Steps in ms, memory in
+    GB."""
 
     gpus: int
     step: float
@@ -77,11 +79,12 @@ def table() -> str:
 
 
 def of_script(path: Path) -> Numbers:
-    """As the command in the file's head asks. The flags are read by the table, also where Megatron-LM is installed, and
-    the known faults are those of the newest release that was looked at."""
+    """The numbers for the command in the head of a script. The flags are read by the table even if Megatron-LM is
+    installed, and the known faults are those of the newest checked release, so that the page does not depend on the
+    machine."""
     found = COMMAND.search(path.read_text(encoding="utf-8"))
     if found is None or found[3] != path.name:
-        raise SystemExit(f"{path} does not say how it is checked")
+        raise SystemExit(f"{path} has no line 'megatron-pp check --gpus N --gpu NAME examples/recipes/{path.name}'")
     job = replace(read_job(Given([str(path)], int(found[1]))), release=known_faults()[1])
     answer = check(job, gpu_named(found[2]))
     time, memory = _sections(answer, path.name)
@@ -99,7 +102,7 @@ def of_script(path: Path) -> Numbers:
 
 
 def _sections(answer: Answer, name: str) -> tuple[dict, dict]:
-    """Of time and of memory."""
+    """The data of the sections ``time`` and ``memory``. Ends the program if the answer has an error."""
     wrong = answer.findings(ERROR)
     if wrong:
         raise SystemExit(f"{name}: {wrong[0].text}")
@@ -111,8 +114,8 @@ def _sections(answer: Answer, name: str) -> tuple[dict, dict]:
 
 
 def of_packed_updates() -> Numbers:
-    """Medians over updates of 128 responses with the lengths of a public trace. Under Megatron's schedule the
-    microbatches run as they arrive."""
+    """The medians over several updates. An update has 128 responses with lengths of a public trace. Under Megatron's
+    schedule the microbatches run in the order of arrival."""
     recipe, gpu = packed_rl_update, gpu_named(packed_rl_update.GPU)
     job = read_flags(["packed_rl_update.py", *recipe.FLAGS.split()], recipe.GPUS, "a table")
     _, memory = _sections(check(job, gpu), "packed_rl_update.py")
@@ -144,7 +147,8 @@ def of_packed_updates() -> Numbers:
 
 
 def of_encoders_in_bubbles() -> Numbers:
-    """Under Megatron's schedule the first stage has the encoder, and encodes all images."""
+    """The numbers of the recipe with encoders in bubbles. Under Megatron's schedule the first stage encodes all
+    images."""
     recipe, gpu = vlm_in_bubbles, gpu_named(vlm_in_bubbles.GPU)
     job = read_flags(["vlm_in_bubbles.py", *recipe.LANGUAGE.split()], recipe.GPUS, "a table")
     _, memory = _sections(check(job, gpu), "vlm_in_bubbles.py")
@@ -195,12 +199,12 @@ def _of(layer: Layer) -> tuple[float, float, float]:
 
 
 def _added(times: Sequence[float], more: Sequence[float]) -> list[float]:
-    """``more`` to the first of ``times``."""
+    """``times``, with ``more`` added to the first ones."""
     return [time + extra for time, extra in zip_longest(times, more, fillvalue=0.0)]
 
 
 def _most(order: Sequence[Instruction], activation: tuple[float, float]) -> float:
-    """GB of the forwards that a rank holds at most, by chunk."""
+    """The most GB of activations that a rank holds at a time. ``activation``: GB of one forward, by chunk."""
     held = most = 0.0
     for at in order:
         held += activation[at.chunk] if at.op == FORWARD else -activation[at.chunk]

@@ -1,9 +1,9 @@
-"""Makes the answers that two pages show: of `megatron-pp check` on docs/check.md, and of `advise`, with its picture, on
-docs/advise.md.
+"""Writes the answers that two pages show: that of `megatron-pp check` on docs/check.md, and that of `megatron-pp
+advise` with its picture on docs/advise.md.
 
 python scripts/page_answers.py [--check] [check] [advise]
 
-`--check` compares them with what the commands print now, and writes nothing. `advise` takes 15 s of CPU time.
+`--check` writes nothing, and compares the pages with what the commands print now. `advise` takes 15 s of CPU time.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ PICTURE = DOCS / "images" / "advise.svg"
 COLUMNS = 96
 FINDINGS = ("error", "risk", "note")
 HANG = 9
-"""Columns before the lines that follow the first one of a finding."""
+"""Columns by which all lines of a finding after its first one are indented."""
 _OF_TERMINALS = ("COLUMNS", "FORCE_COLOR")
-"""Variables that change how wide an answer is, and its bytes. A page shows what goes to a file without them."""
+"""Variables that change the width or the bytes of an answer. Pages show the output to a file without them."""
 REASONS = "Why not another"
 SHOWN = ("interleaved_zb V=3 ", "breadth_first V=3 ", "auto_v ")
-"""Rows of the table of reasons that the page shows: a slower plan, one that recomputes, and one that was not built."""
+"""The rows of the table of reasons that the page shows: a slower plan, one that recomputes, one that was not built."""
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def check_page() -> dict[Path, str]:
-    """File -> its text."""
+    """File -> its new text, for docs/check.md."""
     page = DOCS / "check.md"
     answer = printed(CHECK, ROOT / "examples" / "check", codes=(1,))
     lines = [wrapped(line, COLUMNS, _hang(line)) for line in answer.split("\n")]
@@ -74,7 +74,7 @@ def _hang(line: str) -> int | None:
 
 
 def advise_page() -> dict[Path, str]:
-    """File -> its text."""
+    """File -> its new text, for docs/advise.md and its picture."""
     page = DOCS / "advise.md"
     with tempfile.TemporaryDirectory() as folder:
         answer = printed(ADVISE, Path(folder), codes=(0,))
@@ -84,7 +84,7 @@ def advise_page() -> dict[Path, str]:
 
 
 def shortened(lines: list[str]) -> list[str]:
-    """The answer with a part of its reasons; ``...`` stands for rows that are left out."""
+    """The answer with some of its reasons. ``...`` replaces rows that are left out."""
     head = lines.index(REASONS) + 4  # an empty line, the names of the columns, and a rule
     short = lines[:head]
     for row in lines[head:]:
@@ -96,7 +96,7 @@ def shortened(lines: list[str]) -> list[str]:
 
 
 def printed(command: str, folder: Path, codes: tuple[int, ...]) -> str:
-    """What a ``megatron-pp`` command prints in ``folder``. Ends the program for an exit code other than ``codes``."""
+    """The output of a ``megatron-pp`` command in ``folder``. Ends the program if the exit code is not in ``codes``."""
     arguments = [sys.executable, "-m", "megatron_pp", *shlex.split(command)[1:]]
     theirs = {name: value for name, value in os.environ.items() if name not in _OF_TERMINALS}
     environment = {**theirs, "PYTHONPATH": str(ROOT)}

@@ -1,12 +1,12 @@
-"""Faults planted in Megatron-LM and in this engine, faults that are Megatron's own, and what `megatron-pp parity` says.
+"""Test `megatron-pp parity` on faults planted in Megatron-LM and in this engine, and on Megatron's own faults.
 
     python scripts/parity_faults.py --megatron DIR [--only TEXT ...] [--jobs N] [--csv FILE]
-    python scripts/parity_faults.py --megatron DIR --layouts 100      drawn layouts, in which nothing may differ
+    python scripts/parity_faults.py --megatron DIR --layouts 100      drawn layouts, all of which must be equal
 
-DIR is a checkout of Megatron-LM. parity_faults.toml has the faults: edits of a module's text, made as it is imported. A
-row is right where the verdict is "different", and the dimension and the parameters are those of the fault. Where the
-fault is Megatron's own, the edit mends it: parity must say "different" without it, and "equal" or "rounding" with it.
-Exit status 1 where a row is not right.
+DIR is a checkout of Megatron-LM. parity_faults.toml has the faults. A fault is an edit of a module's text, made when
+the module is imported. Parity is right if its verdict is "different", and it names the dimension and the parameters of
+the fault. If the fault is Megatron's own, the edit repairs it: parity must say "different" without the edit, and
+"equal" or "rounding" with it. The exit status is 1 if parity is wrong about a fault.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ MODEL = (
 
 @dataclass(frozen=True)
 class Fault:
-    """A row of the file. ``flags``: first those of parity (OPTIONS), then the script's.
+    """A row of the file. ``flags`` are flags of parity (OPTIONS) first, then flags of the script.
 
-    dimension   parity names at least one of these parts
-    parameters  a pattern that a parameter which parity names matches; "": none need be named
+    dimension   parity must name at least one of these parts
+    parameters  a pattern: parity must name a parameter that matches it; "": it need not name any
     engine      whose schedule runs
-    own         the fault is Megatron's own, and the edit mends it
-    script      of DIR, or of this folder
+    own         the fault is Megatron's own, and the edit repairs it
+    script      a script in DIR or in this folder
     """
 
     name: str
@@ -65,7 +65,7 @@ OPTIONS = ("--nproc", "--masks", "--checkpoint")
 _SIZE = "--{}-model-parallel-size"
 _EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type {} --moe-aux-loss-coeff 0.01 "
-    "--disable-bias-linear"  # Megatron's plain experts add a bias in the place of a view, which autograd refuses
+    "--disable-bias-linear"  # Megatron's plain experts add a bias in place to a view, which autograd refuses
 )
 _WITH_CHUNKS = "--overlap-p2p-communication-warmup-flush"
 _SWITCHES = (
@@ -74,7 +74,7 @@ _SWITCHES = (
     *("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "--qk-layernorm"),
     *("--calculate-per-token-loss", _WITH_CHUNKS),
 )
-# A sitecustomize module of the ranks.
+# The sitecustomize module of the ranks, which edits a module when it is imported.
 SITE = """
 import importlib.machinery, json, os, sys
 
@@ -107,7 +107,8 @@ sys.meta_path.insert(0, Finder)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What parity said of a fault; ``mended``: its verdict with the mend, of a fault of Megatron's own."""
+    """What parity said about a fault. ``mended``: for a fault of Megatron's own, the verdict with the edit that repairs
+    it."""
 
     fault: Fault
     said: dict[str, Any]
@@ -137,7 +138,8 @@ class Outcome:
 
 
 def said_of(fault: Fault, edited: bool, megatron: Path) -> dict[str, Any]:
-    """The object that ``megatron-pp parity --json`` prints."""
+    """The object that ``megatron-pp parity --json`` prints, or its error. ``edited``: whether the ranks have the
+    edit."""
     flags = fault.flags.split()
     split = 0
     while flags[split : split + 1] and flags[split] in OPTIONS:
@@ -168,8 +170,8 @@ def outcome_of(fault: Fault, megatron: Path) -> Outcome:
 
 
 def drawn_layouts(count: int, seed: int) -> list[Fault]:
-    """Layouts of at most four ranks without a fault, as rows without an edit. What Megatron-LM gets wrong is left out:
-    uneven masks and multi-token prediction under context parallelism."""
+    """``count`` random layouts of at most four ranks, as rows without an edit. Settings that Megatron-LM computes
+    wrongly are left out: uneven masks and multi-token prediction under context parallelism."""
     draw = random.Random(seed)
     rows: list[Fault] = []
     while len(rows) < count:
@@ -193,13 +195,13 @@ def drawn_layouts(count: int, seed: int) -> list[Fault]:
 
 
 def false_alarms(rows: list[Fault], megatron: Path, jobs: int) -> int:
-    """Prints the verdict of each; returns how many are neither "equal" nor "rounding"."""
+    """Print the verdict of each layout. Returns how many are neither "equal" nor "rounding"."""
     alarms = 0
     with ThreadPoolExecutor(jobs) as pool:
         for row, said in zip(rows, pool.map(partial(said_of, edited=False, megatron=megatron), rows), strict=True):
             alarms += said.get("verdict") not in ("equal", "rounding")
             print(said.get("verdict"), row.flags, str(said.get("error") or "")[-300:], sep=" | ", flush=True)
-    print(f"{alarms} of {len(rows)} are not right")
+    print(f"{alarms} of {len(rows)} layouts are neither equal nor rounding")
     return alarms
 
 
@@ -207,10 +209,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="a checkout of Megatron-LM")
     parser.add_argument("--only", nargs="*", default=None, metavar="TEXT", help="faults whose names have one of these")
-    parser.add_argument("--jobs", type=int, default=1, help="at a time; default: 1")
+    parser.add_argument("--jobs", type=int, default=1, help="faults that run at the same time; default: 1")
     parser.add_argument("--csv", type=Path, default=None, metavar="FILE", help="write the table")
-    parser.add_argument("--layouts", type=int, default=0, metavar="N", help="draw N layouts, and run these alone")
-    parser.add_argument("--seed", type=int, default=0, help="of the layouts; default: 0")
+    parser.add_argument(
+        "--layouts", type=int, default=0, metavar="N", help="draw N layouts and run only these, without faults"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the layouts; default: 0")
     args = parser.parse_args()
     if args.layouts:
         return min(1, false_alarms(drawn_layouts(args.layouts, args.seed), args.megatron.resolve(), args.jobs))

@@ -1,9 +1,9 @@
-"""A training script of one's own on Megatron-LM's pretrain_gpt.py, for parity_faults.py: it asks of Megatron-core what
-that script does not.
+"""A user's training script around Megatron-LM's pretrain_gpt.py, for parity_faults.py. It uses parts of Megatron-core
+that pretrain_gpt.py does not use.
 
     --label-smoothing X     the script computes the loss from the model's logits, by `vocab_parallel_cross_entropy`
     --gather-logits         the model is built with `parallel_output=False`
-    --padding-to-router     tokens that the loss does not count are no load of the experts (`padding_mask`)
+    --padding-to-router     tokens that the loss does not count are not counted as load of the experts (`padding_mask`)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def smoothed_loss(labels: torch.Tensor, mask: torch.Tensor, output: torch.Tensor) -> Any:
-    """``output``: logits (microbatch, sequence, vocabulary of this rank)."""
+    """The loss with label smoothing. ``output``: logits (microbatch, sequence, vocabulary of this rank)."""
     losses = tensor_parallel.vocab_parallel_cross_entropy(output, labels, get_args().label_smoothing)
     return gpt.loss_func(mask, losses)
 

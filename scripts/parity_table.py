@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Compare pipelines with one process, and trainings with Megatron-core's own schedules: the tables of docs/parity.md.
+"""Write the tables of docs/parity.md: pipelines beside one process, and trainings beside Megatron-core's own schedules.
 
     python scripts/parity_table.py --checkout ~/Megatron-LM       every table, under that Megatron-core too
     python scripts/parity_table.py --part Experts                 one table
     python scripts/parity_table.py --part matrix --engine ours --pp 2 --output -
 
-A real GPTModel of Megatron-core on the CPU with gloo, the same weights for every cut. Each cell is the largest
-absolute difference of any number that is compared: 0 means equal to the last bit. What is not run (an engine, a
-release, a size, a model) keeps its values on the page.
+The model is Megatron-core's GPTModel, on the CPU with gloo. It has the same weights in every layout. Each cell is the
+largest absolute difference of any compared number; 0 means equal to the last bit. An engine, release, size or model
+that is not run keeps its values on the page.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MODELS = {"untied": Model(), "tied": Model(tied=True, position="learned_absolute
 ENGINES = ("megatron", "ours")
 NAMES = {"megatron": "Megatron", "ours": "megatron_pp"}
 MATRIX = "matrix"
-MATRIX_NAMES, TRAINING_NAMES = 5, 3  # cells before a table's values
-NOT_RUN, ABSENT = "**not run**", "-"  # ABSENT: the release has not what the training needs
+MATRIX_NAMES, TRAINING_NAMES = 5, 3  # number of cells in a row before its values
+NOT_RUN, ABSENT = "**not run**", "-"  # ABSENT: the release lacks what the training needs
 # (forward_only, variable_shapes) of a table's columns
 COLUMNS = {"training": (False, False), "training, variable shapes": (False, True), "forward only": (True, False)}
 COLUMNS["forward only, variable shapes"] = (True, True)
 Row = tuple[int, int | None, int | None, str, bool]  # P, V, group size, policy, deallocate
 Table = list[list[str]]  # the first row is the head
-Releases = dict[str, str | None]  # version -> checkout; None: as installed
+Releases = dict[str, str | None]  # version -> checkout; None: the installed Megatron-core
 
 
 def rows(sizes: list[int]) -> list[Row]:
@@ -59,7 +59,7 @@ def case_of(row: Row, column: tuple[bool, bool], model: Model, engine: str) -> C
 
 
 def cell(outcome: Outcome) -> str:
-    """ "0", a difference, or in a word what happened instead."""
+    """The cell of an outcome: "0", a difference, or "hangs", "crashes" or "refused"."""
     if outcome.status == "ok":
         return outcome.short()
     if outcome.status == "hang":
@@ -72,7 +72,7 @@ def cell(outcome: Outcome) -> str:
 
 
 def grid(model: Model, sizes: list[int], results: dict[str, dict[Case, str]]) -> Table:
-    """One row for each of `rows`, and in each of COLUMNS a column for each key of `results`."""
+    """A table with one row for each of `rows`, and for each of COLUMNS one column per key of `results`."""
     heads = [f"{column}: {who}" for column in COLUMNS for who in results]
     table = [["P", "V", "group", "communication", "outputs", *heads]]
     for row in rows(sizes):
@@ -105,7 +105,8 @@ def with_kept(new: Table, old: Table, names: int) -> Table:
 
 
 def engine_of(who: str) -> str:
-    """Of a column: "Megatron" or "megatron_pp", of a checkout with its version, such as "megatron_pp 0.20.0"."""
+    """The engine of a column. Its name is "Megatron" or "megatron_pp", and has a version if it is of a checkout, as in
+    "megatron_pp 0.20.0"."""
     return "megatron" if who.partition(" ")[0] == NAMES["megatron"] else "ours"
 
 
@@ -143,14 +144,14 @@ def run(cases: list[Case], deadline: float, checkout: str | None) -> dict[Case, 
                     bar.write(f"{job.case.label()}: {outcome.short()}", file=sys.stderr)
                 bar.update()
 
-            # One set of processes per pipeline size serves many cases.
+            # One set of processes for each pipeline size runs many cases.
             run_jobs(jobs, deadline * len(jobs) + 300, note, checkout)
     return results
 
 
 def matrix(args: argparse.Namespace, releases: Releases, old: str) -> tuple[str, bool]:
-    """The tables of all settings, in Markdown, and whether ours are as they should be. What is not run keeps the value
-    that it has in `old`, this part as it is on the page.
+    """The tables of all settings, in Markdown, and whether all cases of ours are equal or refused. A case that is not
+    run keeps its value in `old`, the text of this part on the page.
     """
     engines, sizes = args.engine or list(ENGINES), args.pp or [2, 4]
     models = {name: MODELS[name] for name in args.model or MODELS}
@@ -186,8 +187,8 @@ def matrix(args: argparse.Namespace, releases: Releases, old: str) -> tuple[str,
 
 
 def trainings(name: str, releases: Releases, old: str) -> tuple[str, bool]:
-    """The table of one group under each policy and release, and whether all are equal. A release that is not run keeps
-    its columns in `old`, this part as it is on the page.
+    """The table of one group under each policy and release, in Markdown, and whether all are equal. A release that is
+    not run keeps its columns in `old`, the text of this part on the page.
     """
     cases = {
         title: [dataclasses.replace(case, policy=policy) for policy in groups.POLICIES]
@@ -226,7 +227,7 @@ def runs_on(title: str, version: str) -> bool:
 
 
 def short(version: str) -> str:
-    """Without the commit."""
+    """The version without its commit."""
     return version.partition("+")[0]
 
 
@@ -246,7 +247,7 @@ def run_trainings(cases: list[Case], checkout: str | None) -> dict[Case, Outcome
 
 
 def version_in(checkout: str | None) -> str:
-    """Of Megatron-core, as it names itself."""
+    """The version that this Megatron-core states. Ends the program if it cannot be imported."""
     check = "tests.functional_tests.megatron_checks:installed_release"
     (outcome,) = run_jobs([Job(Case(Model(layers=1)), check=check)], checkout=checkout)
     if outcome.status != "ok":
@@ -259,12 +260,12 @@ def main() -> int:
     parser.add_argument("--part", choices=[MATRIX, *groups.GROUPS], action="append", help="default: all")
     parser.add_argument("--checkout", action="append", default=[], help="a folder with another Megatron-core")
     parser.add_argument(
-        "--own-schedules", action="store_true", help="of the matrix: Megatron's own schedules of the checkouts too"
+        "--own-schedules", action="store_true", help="in the matrix, also run Megatron's own schedules of the checkouts"
     )
-    parser.add_argument("--only-checkouts", action="store_true", help="not with the installed Megatron-core")
-    parser.add_argument("--engine", choices=ENGINES, action="append", help="of the matrix; default: both")
+    parser.add_argument("--only-checkouts", action="store_true", help="leave out the installed Megatron-core")
+    parser.add_argument("--engine", choices=ENGINES, action="append", help="engines of the matrix; default: both")
     parser.add_argument("--pp", type=int, action="append", help="pipeline sizes of the matrix; default: 2 and 4")
-    parser.add_argument("--model", choices=MODELS, action="append", help="of the matrix; default: both")
+    parser.add_argument("--model", choices=MODELS, action="append", help="models of the matrix; default: both")
     parser.add_argument("--deadline", type=float, default=20.0, help="seconds for one case of the matrix")
     parser.add_argument(
         "--output", default=str(ROOT / "docs" / "parity.md"), help="a page with these parts, or - for the terminal"

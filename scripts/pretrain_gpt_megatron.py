@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 scripts/pretrain_gpt_megatron.py --pipeline-model-parallel-size 2 \\
         --num-virtual-stages-per-pipeline-rank 2 --train-iters 20
 
-Model, DistributedDataParallel, optimizer and gradient finalisation are Megatron-core's; the one line that plugs in
-megatron_pp is `megatron_core.install()`. Flags are named as Megatron's. Without a GPU it runs on the CPU with gloo,
-through `megatron_pp.tools.parity.cpu_stand_in`. `--compare` trains a second copy of the model under Megatron's own
-schedule, step by step with the first, and prints both losses and the largest difference of any gradient.
+Model, DistributedDataParallel, optimizer and gradient finalisation are Megatron-core's. The one line that plugs in
+megatron_pp is `megatron_core.install()`. Flags have Megatron's names. Without a GPU the script runs on the CPU with
+gloo, through `megatron_pp.tools.parity.cpu_stand_in`. `--compare` trains a second copy of the model under Megatron's
+own schedule, step by step with the first, and prints both losses and the largest difference of any gradient.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 warnings.simplefilter("ignore", FutureWarning)  # names of torch that Megatron still uses
-# So that the package need not be installed, and what is beside this file is found.
+# The package need not be installed, and modules beside this file are found.
 sys.path[:0] = map(str, Path(__file__).resolve().parents[:2])
 
-gc.disable()  # a fifth of the time to import Megatron-core goes into finding no garbage
+gc.disable()  # while Megatron-core is imported, the collector takes a fifth of the time and finds no garbage
 
 import layer_graphs  # noqa: E402
 import torch  # noqa: E402
@@ -58,7 +58,7 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from examples.gpt.data import VOCAB_SIZE, SampleOrder, read_text, split_text  # noqa: E402
 from megatron_pp.integrations import megatron_core  # noqa: E402
 
-gc.freeze()  # nor is it looked through later
+gc.freeze()  # later collections skip the imported objects
 gc.enable()
 
 
@@ -106,14 +106,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--engine", choices=("megatron_pp", "megatron"), default="megatron_pp")
     engine.add_argument(
-        "--strict", action="store_true", help="raise where megatron_pp would hand back to Megatron's schedule"
+        "--strict", action="store_true", help="raise if megatron_pp would hand a step back to Megatron's schedule"
     )
-    engine.add_argument("--compare", action="store_true", help="train under both engines, in step, and compare")
+    engine.add_argument("--compare", action="store_true", help="train under both engines, step by step, and compare")
     engine.add_argument(
         "--compare-as-configured",
         action="store_true",
-        help="let Megatron's copy send and free outputs as configured, even where its released schedules corrupt them; "
-        "by default it keeps its outputs, and does not batch where P=2 has virtual stages",
+        help="let Megatron's copy send and free outputs as configured, even if its released schedules corrupt them; by "
+        "default it keeps its outputs, and with P=2 and virtual stages it does not batch",
     )
     args = parser.parse_args(argv)
     check_arguments(parser, args)
@@ -136,10 +136,10 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    """Megatron's config, with the fields that its argument parser derives derived in the same way."""
+    """Megatron's config. Fields that Megatron's argument parser derives are derived in the same way."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     virtual = args.num_virtual_stages_per_pipeline_rank
-    # Megatron overlaps in the interleaved schedule only.
+    # Megatron overlaps only in the interleaved schedule.
     overlap = virtual is not None and args.pipeline_model_parallel_size > 1 and not args.no_overlap_p2p_communication
     return TransformerConfig(
         num_layers=args.num_layers,
@@ -167,7 +167,8 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def avoid_known_faults(config: TransformerConfig) -> None:
-    """Settings under which every release of Megatron-core computes the right gradients; see docs/parity.md."""
+    """Change the settings to those under which every release of Megatron-core computes right gradients; see
+    docs/parity.md."""
     config.deallocate_pipeline_outputs = False
     if config.pipeline_model_parallel_size == 2 and config.virtual_pipeline_model_parallel_size is not None:
         config.batch_p2p_comm = False
@@ -185,7 +186,7 @@ class Data:
         self._validation = SampleOrder(validation, *sizes, args.seed, "validation")
 
     def step(self, step: int, evaluation: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(tokens, labels), int64 (micro_batch_size, seq_length) each, of every microbatch of this replica."""
+        """(tokens, labels) of every microbatch of this replica. Both are int64, [micro_batch_size, seq_length]."""
         order = self._validation if evaluation else self._training
         device = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")
         return order.step_iterator(step, parallel_state.get_data_parallel_rank(), device)
@@ -201,7 +202,8 @@ def forward_step(
 
 
 def loss_func(per_token: bool, losses: torch.Tensor) -> tuple[Any, ...]:
-    """losses: float (micro_batch_size, seq_length). Megatron's two forms of a loss function's result."""
+    """The result of a loss function in one of Megatron's two forms. ``losses``: float, [micro_batch_size,
+    seq_length]."""
     losses = losses.float()
     report = {"lm loss": losses.detach().mean()}
     if per_token:
@@ -211,7 +213,8 @@ def loss_func(per_token: bool, losses: torch.Tensor) -> tuple[Any, ...]:
 
 @dataclasses.dataclass
 class RandomState:
-    """Both generators and Megatron's tracker, so that two trainers in one process draw the same numbers."""
+    """The state of both generators and of Megatron's tracker. With it, two trainers in one process draw the same
+    numbers."""
 
     cpu: torch.Tensor
     cuda: torch.Tensor
@@ -298,7 +301,7 @@ class Trainer:
         )
 
     def _set_hooks(self) -> None:
-        """What Megatron's own training loop sets before its first step."""
+        """Set the hooks that Megatron's own training loop sets before its first step."""
         chunks, config, args = self.chunks, self.config, self.args
 
         def hook(name: str) -> Any:
@@ -327,7 +330,7 @@ class Trainer:
         )
 
     def _reports(self, step: int, evaluation: bool) -> float:
-        """Run the schedule under this trainer's engine; the mean loss, the same number on every rank."""
+        """Run the schedule under this trainer's engine. Returns the mean loss, the same number on every rank."""
         use = (
             megatron_core.installed(strict=self.args.strict)
             if self.engine == "megatron_pp"
@@ -348,7 +351,7 @@ class Trainer:
         return float(mean)
 
     def forward_backward(self, step: int) -> float:
-        """Zero the gradients and compute those of one step; the loss."""
+        """Zero the gradients, and compute those of one step. Returns the loss."""
         self._random.restore()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -358,7 +361,7 @@ class Trainer:
         return loss
 
     def update(self) -> float:
-        """The optimizer's step; the gradient norm before clipping."""
+        """Run the optimizer's step. Returns the gradient norm before clipping."""
         success, grad_norm, _ = self.optimizer.step()
         if not success:
             raise RuntimeError("the optimizer skipped a step: a gradient is not finite")
@@ -373,7 +376,7 @@ class Trainer:
 
 
 def largest_difference(ours: Trainer, theirs: Trainer) -> float:
-    """Over every gradient of every rank; inf where one is not finite."""
+    """The largest difference of any gradient on any rank. Infinite if a gradient is not finite."""
     worst = 0.0
     for a, b in zip(ours.gradients(), theirs.gradients(), strict=True):
         difference = float((a - b).abs().max())
@@ -394,8 +397,8 @@ def start(args: argparse.Namespace) -> None:
 
 
 def join() -> None:
-    """Join the process group, as torchrun or nobody has said."""
-    if "RANK" not in os.environ:  # started without torchrun: one process
+    """Join the process group that torchrun has described. Without torchrun, make one of this process alone."""
+    if "RANK" not in os.environ:  # started without torchrun
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if ON_GPU:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -406,7 +409,7 @@ def join() -> None:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """The losses of all steps; with --compare Megatron's, too, and the largest difference of a gradient."""
+    """The losses of all steps. With --compare also Megatron's losses, and the largest difference of a gradient."""
     data = Data(args)
     ours = Trainer(args, data, args.engine)
     theirs = Trainer(args, data, "megatron") if args.compare else None

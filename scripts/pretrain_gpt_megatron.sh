@@ -2,11 +2,11 @@
 # Set everything up and train Megatron-core's GPT through megatron_pp on this machine.
 #
 #   scripts/pretrain_gpt_megatron.sh                      2 pipeline ranks, 2 virtual stages each
-#   PP=4 VP= scripts/pretrain_gpt_megatron.sh --compare   4 ranks, no virtual stages, against Megatron's own schedule
+#   PP=4 VP= scripts/pretrain_gpt_megatron.sh --compare   4 ranks, no virtual stages, compared with Megatron's own schedule
 #   VP= MEGATRON_PP_OVERLAP_P2P_COMM=1 scripts/pretrain_gpt_megatron.sh   with a setting of docs/megatron.md
 #
 # PP, VP, DP   pipeline ranks, virtual stages per rank (empty: none), data-parallel replicas
-# See scripts/setup_env.sh for MEGATRON_PP_VENV and MEGATRON_PP_PYTHON. Everything else is passed on; see --help.
+# See scripts/setup_env.sh for MEGATRON_PP_VENV and MEGATRON_PP_PYTHON. Other arguments are passed to the Python script; see --help.
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"

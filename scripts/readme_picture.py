@@ -1,10 +1,10 @@
-"""Makes the README's two pictures, also for a phone: what the simulator predicts for a step, and the step as it ran.
+"""Draws the README's two pictures, also in a phone's width: a step as the simulator predicts it, and as it ran.
 
 python scripts/readme_picture.py [--check]
 
 Four processes on gloo train through ZB-H1 with compute of known length: stages sleep, so that two cores serve four
-ranks. The prediction knows these lengths and the plan, and nothing of the run. `--check` compares the prediction's
-picture and its number in the README with what the command makes now, without a run.
+ranks. The prediction uses only these lengths and the plan. `--check` runs no step. It compares the predicted picture,
+and its number in the README, with what the command makes now.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ README, IMAGES = ROOT / "README.md", ROOT / "docs" / "images"
 PREDICTED, MEASURED = IMAGES / "predicted.svg", IMAGES / "measured.svg"
 SCHEDULE, RANKS, MICROBATCHES, MS = "zb_h1", 4, 8, 120.0
 WARMUP, STEPS = 1, 5
-PIXELS = {"": "1000", "-narrow": "360"}  # end of the name -> width: about what a README is shown in, and a phone's
+# End of the file name -> width: about that of a README on a desktop, and on a phone.
+PIXELS = {"": "1000", "-narrow": "360"}
 PLAN = ["-s", SCHEDULE, "-P", str(RANKS), "-M", str(MICROBATCHES)]
 COSTS = ["--forward-ms", f"{MS:g}", "--backward-ms", f"{MS:g}", "--weight-ms", f"{MS:g}"]
 CAPTION = re.compile(r"Predicted: ([\d,]+) ms\. Measured: ([\d,]+) ms")
@@ -46,20 +47,20 @@ def call(*arguments: str) -> str:
 
 
 def draw(output: Path, *arguments: str) -> None:
-    """In every width."""
+    """Draw a picture in every width."""
     for end, pixels in PIXELS.items():
         call("draw", *arguments, "--width", pixels, "-o", str(output.with_stem(f"{output.stem}{end}")))
 
 
 def draw_prediction(output: Path) -> float:
-    """Draw the predicted step; returns its length in ms."""
+    """Draw the predicted step. Returns its length in ms."""
     draw(output, *PLAN, *COSTS)
     makespan: float = json.loads(call("simulate", *PLAN, *COSTS, "--json"))["makespan"]
     return makespan
 
 
 def rank_main(rank: int, size: int) -> None:
-    """One rank of the measured run; it records its steps where the environment says."""
+    """One rank of the measured run. The environment names the folder in which it records its steps."""
     import torch.distributed as dist
 
     from benchmarks.engines import make_step
@@ -74,7 +75,7 @@ def rank_main(rank: int, size: int) -> None:
 
 
 def draw_measurement(output: Path) -> float:
-    """Run, and draw the step of median length; returns its length in ms."""
+    """Run the steps, and draw the one of median length. Returns its length in ms."""
     from megatron_pp.config.setting_names import variable_of
     from megatron_pp.tracing.analysis import analyse
     from megatron_pp.tracing.run import load_run
@@ -101,7 +102,7 @@ def check() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="exit with 1 where the prediction is out of date")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the prediction is out of date")
     if parser.parse_args().check:
         return check()
     IMAGES.mkdir(exist_ok=True)
@@ -109,7 +110,7 @@ def main() -> int:
     caption = f"Predicted: {predicted:,.0f} ms. Measured: {measured:,.0f} ms"
     text = README.read_text(encoding="utf-8")
     if not CAPTION.search(text):
-        raise SystemExit(f"{README} has no caption to renew: it needs {caption!r}")
+        raise SystemExit(f"{README} has no caption to replace: it needs {caption!r}")
     README.write_text(CAPTION.sub(caption, text), encoding="utf-8")
     print(caption)
     return 0

@@ -1,5 +1,5 @@
-"""Writes what commands make in the README, beside its peers and under Megatron, from the measurements in docs/; and the
-table of docs/schedules.md, from the simulator.
+"""Writes two parts of the README from the measurements in docs/: the comparison with peers, and the gain under
+Megatron. Also writes the table of docs/schedules.md, from the simulator.
 
 python scripts/readme_tables.py [--check]
 """
@@ -22,11 +22,11 @@ from made_parts import MadeData, MadePart, data_file, markdown_table, read_data,
 PARITY, PERFORMANCE = "docs/parity.md", "docs/performance.md"
 Engines = dict[str, tuple[str, ...]]
 ENGINES: Engines = {"ours": ("ours",), "megatron": ("megatron",), "torch": ("torch", "torch per-edge")}
-"""Column of the README -> engines of the tables; of several, the better number counts."""
+"""Column of the README -> engines of the tables. If there are several, the column has the better number."""
 UNDER_MEGATRON: Engines = {"ours": ("plug-in",), "megatron": ("megatron",), "torch": ()}
 OF_MEGATRON = ("1f1b", "interleaved_1f1b")
 BESIDE = {"zb_h1": "1F1B", "interleaved_zb": "interleaved 1F1B"}
-"""Schedules that Megatron does not have -> what stands beside them."""
+"""Schedules that Megatron lacks -> Megatron's schedule that they are compared with."""
 SETTING = "interleaved_1f1b P=4 V=2 overlap"
 
 Row = dict[str, str]
@@ -42,7 +42,7 @@ def number(text: str) -> float:
 
 
 class PeerRow(NamedTuple):
-    """A line of the README's table: ours, Megatron's by the release it was measured with, and torch's."""
+    """A row of the README's table: our number, Megatron's by release, and torch's."""
 
     label: str
     ours: str
@@ -53,7 +53,7 @@ class PeerRow(NamedTuple):
 
 def parity_rows() -> list[PeerRow]:
     text = (ROOT / PARITY).read_text(encoding="utf-8")
-    cases = {row[""]: row for row in rows_of(table_in(text.partition("\n### In short\n")[2]))}  # which is on the page
+    cases = {row[""]: row for row in rows_of(table_in(text.partition("\n### In short\n")[2]))}  # not in a data file
     installed = version(text.partition("Written by")[2], "megatron-core")
     theirs = {
         installed if who == "Megatron-core's schedules" else version(who, "Megatron-core"): row
@@ -88,7 +88,8 @@ def performance_rows() -> list[PeerRow]:
 
 
 def _row(table: str, label: str, found: dict[str, str]) -> PeerRow:
-    """Of a table of the page of performance, under the release of Megatron-core that the table was measured with."""
+    """A row with numbers of a table of the performance page, under the release of Megatron-core that it was measured
+    with."""
     theirs = {_release(table, "megatron-core"): found["megatron"]}
     return PeerRow(label, found["ours"], theirs, found["torch"], f"[performance]({PERFORMANCE})")
 
@@ -103,14 +104,14 @@ def _measured(name: str) -> list[Row]:
 
 
 def _of_setting(name: str, columns: list[str]) -> dict[str, float]:
-    """The largest of these columns, at SETTING."""
+    """For each column of the README, the largest number of ``columns`` at SETTING."""
     rows = [row for row in _measured(name) if row["setting"] == SETTING]
     return _best({row["engine"]: [number(row[c]) for c in columns if row[c] != "-"] for row in rows}, ENGINES)
 
 
 def _over_settings(columns: Engines) -> dict[str, str]:
-    """For each column the median and the range of the host's time over all settings, in microseconds; of several
-    engines the better one of each setting."""
+    """For each column of the README, the median and the range of the host's time over all settings, in microseconds. If
+    a column has several engines, the better one counts at each setting."""
     found = {}
     for column, engines in columns.items():
         by_setting: dict[str, list[float]] = {}
@@ -123,7 +124,8 @@ def _over_settings(columns: Engines) -> dict[str, str]:
 
 
 def _over_bound(schedule: str) -> dict[str, float]:
-    """The largest, over all ranks and all transfers that are not longer than a forward."""
+    """For each column, the largest step over its lower bound, over all ranks and all transfers up to a forward's
+    length."""
     found: dict[str, list[float]] = {}
     for row in _measured("exposed"):
         if row["schedule"] == schedule and number(row["transfer / F"]) <= 1 and row["over bound"] != "-":
@@ -132,13 +134,14 @@ def _over_bound(schedule: str) -> dict[str, float]:
 
 
 def _best(found: dict[str, list[float]], columns: Engines) -> dict[str, float]:
-    """For each column the largest number of that of its engines which does best."""
+    """For each column of the README, the largest number of its best engine: the one whose largest number is
+    smallest."""
     worst = {engine: max(numbers) for engine, numbers in found.items() if numbers}
     return {column: min(worst[e] for e in engines if e in worst) for column, engines in columns.items()}
 
 
 def version(text: str, name: str) -> str:
-    """Of package ``name``, as ``text`` first says it."""
+    """The first version of package ``name`` in ``text``."""
     found = re.search(rf"\b{name} (\d+\.\d+\.\d+)", text)
     if found is None:
         raise SystemExit(f"the version of {name} is not in {text[:80]!r}")
@@ -148,7 +151,7 @@ def version(text: str, name: str) -> str:
 def peers() -> str:
     rows = [*parity_rows(), *performance_rows()]
     first, *others = dict.fromkeys(release for row in rows for release in row.megatron)
-    # A release that gives the numbers of the first one has no column.
+    # A release with the same numbers as the first one has no column.
     differing = {
         one for row in rows for one in others if row.megatron.get(one, "") not in ("", row.megatron.get(first))
     }
@@ -162,7 +165,7 @@ def peers() -> str:
 
 
 def under_megatron() -> str:
-    """What ``install()`` changes in a step, and on the host."""
+    """The README's part about the gain by ``install()``: in steps, and on the host."""
     rows = _measured("megatron_steps")
     own = [row for row in rows if row["schedule"] in OF_MEGATRON]
     fixed, variable = (_ratios([row for row in own if row["shapes"] == kind]) for kind in ("fixed", "variable"))
@@ -196,12 +199,12 @@ def under_megatron() -> str:
 
 
 def _ratios(rows: list[Row]) -> str:
-    """Our steps over Megatron's."""
+    """The ratio of our step to Megatron's: its median, and its range."""
     return _typical([number(row["ours / megatron"]) for row in rows])
 
 
 def _typical(values: list[float]) -> str:
-    """The median, and the range where values differ."""
+    """The median, and the range if values differ."""
     middle, low, high = (f"{value:.2f}" for value in (median(values), min(values), max(values)))
     return middle if low == high else f"{middle} ({low} to {high})"
 

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Makes the environment that the other scripts run in, and prints its python as the only line on stdout.
+# Makes the environment in which the other scripts run, and prints its interpreter as the only line on stdout.
 #
 #   scripts/setup_env.sh [EXTRA...]        extras of setup.py, such as: train test megatron
-#   scripts/setup_env.sh --find 3.12       only print an interpreter of this version; exit 1 where there is none
+#   scripts/setup_env.sh --find 3.12       only print an interpreter of this version; exit 1 if there is none
 #
-#   MEGATRON_PP_VENV=DIR     where the environment is, or is to be made (default: .venv beside setup.py)
+#   MEGATRON_PP_VENV=DIR     the environment's folder (default: .venv beside setup.py)
 #   MEGATRON_PP_PYTHON_VERSION=3.12   make it with this version of Python (default: python3, if that is 3.10 or newer)
 #   MEGATRON_PP_TORCH=N      install this release of torch in place of the one in scripts/constraints.txt
-#   MEGATRON_PP_PYTHON=FILE  use this interpreter as it is and install nothing (clusters with their own torch)
+#   MEGATRON_PP_PYTHON=FILE  use this interpreter and install nothing (for clusters with their own torch)
 #
-# scripts/constraints.txt says which releases of torch and Megatron-core belong to which version of Python.
-# A second run with the same extras does nothing but look. Safe to interrupt (what was installed is marked last), to
-# run from any directory, and to run several times at once.
+# scripts/constraints.txt has the releases of torch and Megatron-core for each version of Python.
+# A second run with the same extras only checks the environment. The script may be interrupted, because it marks an
+# installation only at its end. It may run from any directory, and several times at once.
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -19,7 +19,7 @@ case "${1:-}" in --help | -h) exec "$root/scripts/print_help.sh" "${BASH_SOURCE[
 say() { printf '%s\n' "$*" >&2; }
 die() { say "setup_env.sh: $*"; exit 1; }
 
-can_make_environments() { # PYTHON [VERSION]: whether it works, has what it needs, and is of that version
+can_make_environments() { # PYTHON [VERSION]: whether it runs, has the modules that are needed, and is of that version
     "$1" -c '
 import sys, venv, ensurepip
 version = sys.version_info[:2]
@@ -46,11 +46,11 @@ if [[ "${1:-}" == --find ]]; then
 fi
 
 for extra in "$@"; do
-    [[ "$extra" != -* ]] || die "$extra is no extra of setup.py (--help)"
+    [[ "$extra" != -* ]] || die "$extra is not an extra of setup.py (--help)"
 done
 
 if [[ -n "${MEGATRON_PP_PYTHON:-}" ]]; then
-    command -v -- "$MEGATRON_PP_PYTHON" >/dev/null || die "MEGATRON_PP_PYTHON is $MEGATRON_PP_PYTHON, which is no program"
+    command -v -- "$MEGATRON_PP_PYTHON" >/dev/null || die "MEGATRON_PP_PYTHON is $MEGATRON_PP_PYTHON, which is not a program"
     command -v -- "$MEGATRON_PP_PYTHON"
     exit 0
 fi
@@ -59,7 +59,7 @@ venv="${MEGATRON_PP_VENV:-$root/.venv}"
 mkdir -p -- "$(dirname -- "$venv")"
 venv="$(cd -- "$(dirname -- "$venv")" && pwd -P)/$(basename -- "$venv")"
 python="$venv/bin/python"
-stamp="$venv/.megatron_pp_stamp"     # line 1: what the installation was made from; line 2: the extras it has
+stamp="$venv/.megatron_pp_stamp"     # line 1: fingerprint of the installation's sources; line 2: its extras
 half_made="$venv.being_made"         # exists while the bare environment is being made
 
 base_python() { # the interpreter that the environment is made with
@@ -77,7 +77,7 @@ base_python() { # the interpreter that the environment is made with
     die "no Python >= 3.10 with the modules venv and ensurepip was found (on Debian: apt install python3-venv)"
 }
 
-check_version() { # of an environment that is there already
+check_version() { # that an existing environment has the wanted Python
     if [[ -z "${MEGATRON_PP_PYTHON_VERSION:-}" || ! -x "$python" || -e "$half_made" ]]; then return; fi
     local found
     found="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
@@ -85,15 +85,15 @@ check_version() { # of an environment that is there already
         || die "MEGATRON_PP_PYTHON_VERSION is $MEGATRON_PP_PYTHON_VERSION and $venv is of Python $found; set MEGATRON_PP_VENV to another place, or remove it"
 }
 
-constraints() { # what is installed, exactly
+constraints() { # the exact versions to install
     sed ${MEGATRON_PP_TORCH:+-e "s/^torch==[^;]*/torch==$MEGATRON_PP_TORCH/"} -e '' -- "$root/scripts/constraints.txt"
 }
 
-fingerprint() { # of everything the installation depends on, the place of the project included
+fingerprint() { # of all that the installation depends on, with the project's path
     { cat -- "$root/setup.py"; constraints; printf '%s\n' "$root"; "$python" -VV; } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
-installed_extras() { # those of an installation that is still good, else nothing
+installed_extras() { # the extras of an installation that is still valid; fails otherwise
     [[ -x "$python" && -f "$stamp" && "$(head -n 1 -- "$stamp")" == "$(fingerprint)" ]] || return 1
     sed -n 2p -- "$stamp"
 }
@@ -107,7 +107,7 @@ is_ready() { # EXTRA...
 make_venv() {
     if [[ -x "$python" && ! -e "$half_made" ]]; then return; fi
     if [[ -e "$venv" && ! -e "$half_made" && -n "$(ls -A -- "$venv")" ]]; then
-        die "$venv exists and is no Python environment; remove it, or set MEGATRON_PP_VENV to another place"
+        die "$venv exists and is not a Python environment; remove it, or set MEGATRON_PP_VENV to another place"
     fi
     local base
     base="$(base_python)"
@@ -122,21 +122,21 @@ install() { # EXTRA...
     joined="$(IFS=,; printf '%s' "$*")"
     constraints >"$venv/constraints.txt"
     pip=("$python" -m pip install --disable-pip-version-check --no-compile --constraint "$venv/constraints.txt")
-    [[ -t 2 ]] || pip+=(--quiet) # pip's own bars are for people
-    export PIP_CONSTRAINT=/dev/null # pip's own settings on a machine may hold torch below what the file says
+    [[ -t 2 ]] || pip+=(--quiet) # progress bars only on a terminal
+    export PIP_CONSTRAINT=/dev/null # a machine's own pip settings may constrain torch to an older release
     rm -f -- "$stamp"
-    # torch first and alone: megatron-core and others take any version, and must find the pinned one in place.
-    say "Set-up 2/4: torch (once; a few minutes where it has to be downloaded) ..."
+    # torch is installed first and alone: megatron-core and others accept any version, so the pinned one must be there.
+    say "Set-up 2/4: torch (once; a few minutes if it has to be downloaded) ..."
     "${pip[@]}" torch setuptools wheel >&2
     say "Set-up 3/4: megatron_pp${joined:+ with extras $joined} ..."
     "${pip[@]}" --no-build-isolation --editable "$root${joined:+[$joined]}" >&2
     if [[ " $* " == *" test "* ]]; then
-        # All of Transformer Engine's Python, without the compiled part: the tests have a stand-in for that. In a folder of
-        # its own, since Megatron-core takes any transformer_engine that it finds for a whole one.
+        # Transformer Engine's Python, without its compiled part, for which the tests have a stand-in. It is in a folder
+        # of its own, because Megatron-core assumes that any transformer_engine that it finds is complete.
         "${pip[@]}" --no-deps --upgrade --target "$venv/transformer_engine_python" transformer-engine >&2
     fi
     say "Set-up 4/4: compiling and importing what was installed ..."
-    "$python" -m compileall -q -j 0 -- "$venv" >/dev/null 2>&1 || true # on all cores, where pip takes one; some files are for other releases of Python
+    "$python" -m compileall -q -j 0 -- "$venv" >/dev/null 2>&1 || true # on all cores, while pip uses one; some files are for other releases of Python
     (cd / && "$python" -c 'import torch, megatron_pp') || die "torch and megatron_pp cannot be imported from $venv"
     printf '%s\n%s\n' "$(fingerprint)" "$*" >"$stamp.new"
     mv -f -- "$stamp.new" "$stamp"
@@ -148,9 +148,9 @@ if ! is_ready "$@"; then
         exec 9>"$venv.lock"
         flock 9
     fi
-    if ! is_ready "$@"; then # another run may have done it while this one waited
+    if ! is_ready "$@"; then # another run may have installed it meanwhile
         make_venv
-        # What is there already stays: train.sh after test.sh must not take the tests' packages off the list.
+        # Installed extras stay: train.sh after test.sh must not drop the tests' packages from the list.
         read -r -a wanted <<<"$( { installed_extras || true; printf '%s\n' "$@"; } | tr ' ' '\n' | sort -u | tr '\n' ' ')"
         install ${wanted[@]+"${wanted[@]}"}
     fi

@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""Run thousands of pipeline steps with faults drawn by seed, and write what became of them into docs/reliability.md.
+"""Run thousands of pipeline steps with faults drawn by a seed, and write the results into docs/reliability.md.
 
     python scripts/soak.py                            all schedules and fault classes; about 12 minutes on two cores
     python scripts/soak.py --episodes 2 --clean-steps 200 --output -      a short run, printed
     python scripts/soak.py --backend nccl             on GPUs; several ranks may share one
 
-An episode makes process groups, runs some steps of a small model, and takes them down. In one of its steps a rank may
-raise (in forward, in backward, in the data iterator, out of memory), give a wrong shape, be killed, be stopped, or be
-slow (up to twice as long as p2p_timeout). Every other rank must end with an error that names rank, chunk and
-microbatch, soon; a slow rank must disturb no other rank; losses and gradients of all other steps must equal those of
-one process to the last bit; nothing may be left behind. Exit code 1 where any of that does not hold.
+An episode makes process groups, runs some steps of a small model, and destroys the groups. In one of its steps a rank
+may raise (in forward, in backward, in the data iterator, out of memory), give a wrong shape, be killed, be stopped, or
+be slow (up to twice p2p_timeout). Every other rank must soon raise an error that names rank, chunk and microbatch. A
+slow rank must cause no error on any rank. Losses and gradients of all other steps must equal those of one process to
+the last bit. Nothing may leak. The exit code is 1 if one of these does not hold.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from testkit.rank_processes import RanksTimedOutError  # noqa: E402
 CHUNKS = {"1f1b": 1, "interleaved_1f1b": 2, "zb_v": 2}
 NAMES = {"1f1b": "1F1B", "interleaved_1f1b": "interleaved", "zb_v": "ZB-V"}
 POLICIES: tuple[dict[str, Any], ...] = ({"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {})
-FLAT_BYTES = 4 << 20  # growth over the clean steps that is still called flat: what an allocator keeps back
+FLAT_BYTES = 4 << 20  # growth over the clean steps that still counts as flat, because allocators keep some memory
 SETTLING_EPISODES = 3
-LARGE_LENGTH = 50_000  # of messages of 1.6 MB
-SLOW = (0.6, 2.0)  # times p2p_timeout
+LARGE_LENGTH = 50_000  # sequence length; messages then have 1.6 MB
+SLOW = (0.6, 2.0)  # in units of p2p_timeout
 BEGIN = "<!-- made by scripts/soak.py; do not edit -->"
 END = "<!-- end of what scripts/soak.py made -->"
 
 
 @dataclass
 class Tally:
-    """What became of one fault class under one schedule."""
+    """The results of one fault class under one schedule."""
 
     injected: int = 0
     detected: int = 0
@@ -66,7 +66,7 @@ class Tally:
 
 @dataclass
 class Books:
-    """What became of everything."""
+    """The results of all episodes."""
 
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
     episodes: int = 0
@@ -80,7 +80,7 @@ class Books:
     load: list[float] = field(default_factory=list)
 
     def more_of(self, pid: int, resources: Resources) -> list[str]:
-        """What process ``pid`` holds more of than after its first episodes."""
+        """The resources of which process ``pid`` holds more than after its first episodes."""
         seen, first = self.first.get(pid, (0, resources))
         return leaks(first, resources) if seen >= SETTLING_EPISODES else []
 
@@ -95,7 +95,7 @@ def main() -> int:
         try:
             run_all(pool, arguments, rng, books)
         except KeyboardInterrupt:
-            books.trouble.append("the run was ended before it was through")
+            books.trouble.append("the run was ended early")
         text = report(arguments, books, time.monotonic() - start)
         if arguments.output == "-":
             print(text)
@@ -107,7 +107,7 @@ def main() -> int:
 
 
 def run_all(pool: Pool, arguments: argparse.Namespace, rng: random.Random, books: Books) -> None:
-    """Every episode, or up to the first that hangs."""
+    """Run every episode. Stops after the first one that hangs."""
     for episode in [*drawn_episodes(arguments, rng), *clean_episodes(arguments)]:
         known = len(books.trouble)
         went_on = run_one(pool, episode, arguments.ranks, books)
@@ -118,7 +118,7 @@ def run_all(pool: Pool, arguments: argparse.Namespace, rng: random.Random, books
 
 
 def write_between_marks(path: Path, text: str) -> None:
-    """In the place of what the last run wrote there; at the end of a file that has no marks."""
+    """Write ``text`` in place of the last run's text. A file without marks gets it at the end."""
     page = path.read_text(encoding="utf-8") if path.exists() else ""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -143,14 +143,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", default=str(ROOT / "docs" / "reliability.md"), help="file, or - to print")
     arguments = parser.parse_args()
     if arguments.ranks < 2 or arguments.steps < 3 or arguments.episodes < 1:
-        parser.error("it takes at least 2 ranks, 3 steps and 1 episode")
+        parser.error("give at least 2 ranks, 3 steps and 1 episode")
     if arguments.backend == "nccl" and not torch.cuda.is_available():
         parser.error("--backend nccl needs a GPU")
     return arguments
 
 
 def drawn_episodes(arguments: argparse.Namespace, rng: random.Random) -> Iterator[Episode]:
-    """All classes under all schedules, in random order."""
+    """Episodes of all fault classes under all schedules, in random order."""
     wanted = [(s, kind) for s in arguments.schedules for kind in arguments.kinds] * arguments.episodes
     rng.shuffle(wanted)
     for number, (schedule, kind) in enumerate(wanted, 1):
@@ -158,7 +158,7 @@ def drawn_episodes(arguments: argparse.Namespace, rng: random.Random) -> Iterato
 
 
 def drawn(arguments: argparse.Namespace, rng: random.Random, number: int, schedule: str, kind: str) -> Episode:
-    """An episode with a fault at a random place; before its last step, so that every rank comes to know."""
+    """An episode with a fault at a random place. The fault is before the last step, so that every rank detects it."""
     ranks, chunks = arguments.ranks, CHUNKS.get(schedule, SCHEDULES[schedule].chunks or 2)
     placement = Placement(SCHEDULES[schedule].placement, ranks, chunks)
     places = [(r, c) for r in range(ranks) for c in range(chunks) if kind != SHAPE or _is_sent(placement, r, c)]
@@ -187,7 +187,7 @@ def drawn(arguments: argparse.Namespace, rng: random.Random, number: int, schedu
 
 
 def _is_sent(placement: Placement, rank: int, chunk: int) -> bool:
-    """Whether the chunk's output goes to another rank, so that its shape matters to one."""
+    """Whether the chunk's output goes to another rank, which a wrong shape would disturb."""
     stage = placement.stage(rank, chunk)
     return stage + 1 < placement.num_stages and placement.crosses_ranks(stage)
 
@@ -211,7 +211,7 @@ def clean_episodes(arguments: argparse.Namespace) -> Iterator[Episode]:
 
 
 def run_one(pool: Pool, episode: Episode, ranks: int, books: Books) -> bool:
-    """Run and book it; False where ranks hang: later results would mean nothing."""
+    """Run an episode and record its results. Returns False if ranks hang: later results would mean nothing."""
     what = f"{NAMES.get(episode.schedule, episode.schedule)}, {episode.fault}"
     print(f"episode {episode.number}: {what}", flush=True)
     books.episodes += 1
@@ -233,7 +233,7 @@ def run_one(pool: Pool, episode: Episode, ranks: int, books: Books) -> bool:
 
 
 def book_fault(episode: Episode, reports: dict[int, Report], right: bool, books: Books) -> None:
-    """Count it, and keep the seconds and one message."""
+    """Count the fault, and record the seconds until its detection and one message."""
     fault = episode.fault
     assert fault is not None
     tally = books.tallies.setdefault((fault.kind, episode.schedule), Tally(limit=limit(episode)))
@@ -249,10 +249,10 @@ def book_fault(episode: Episode, reports: dict[int, Report], right: bool, books:
 
 
 def book_resources(pool: Pool, episode: Episode, reports: dict[int, Report], books: Books) -> None:
-    """What a process holds more of than after its first episodes."""
+    """Record the resources of which a process holds more than after its first episodes."""
     pids, fault = pool.pids(), episode.fault
     held = {rank: report.resources for rank, report in reports.items() if report.resources is not None}
-    # gloo ends a send that was half on the wire when its receiver died with the process group.
+    # If the receiver dies in the middle of a transfer, gloo ends the send only with the process group.
     may_be_stuck = fault is not None and fault.kind == KILL and episode.seq_length == LARGE_LENGTH
     patience = episode.group_timeout + 5.0 if may_be_stuck else 0.0
     held = pool.await_resources(held, lambda now: not any(books.more_of(pids[r], now[r]) for r in now), patience)
@@ -260,7 +260,7 @@ def book_resources(pool: Pool, episode: Episode, reports: dict[int, Report], boo
         pid = pids[rank]
         for line in books.more_of(pid, resources):
             books.leaks[line.partition(":")[0]] = books.leaks.get(line.partition(":")[0], 0) + 1
-            books.trouble.append(f"episode {episode.number}, rank {rank} is left with more {line}")
+            books.trouble.append(f"episode {episode.number}, rank {rank} leaks {line}")
         seen, first = books.first.get(pid, (0, resources))
         books.first[pid] = (seen + 1, resources if seen < SETTLING_EPISODES else first)
         if reports[rank].samples:
@@ -268,7 +268,7 @@ def book_resources(pool: Pool, episode: Episode, reports: dict[int, Report], boo
 
 
 def book_memory(episode: Episode, rank: int, samples: list[int], books: Books) -> None:
-    """Flat: the second half of a long clean run needs no more than its first quarter has come to."""
+    """Record the memory of a long clean episode. It must not grow after the first quarter."""
     books.memory.append((episode.schedule, rank, samples))
     growth = samples[-1] - samples[len(samples) // 4]
     if growth > FLAT_BYTES:
@@ -279,7 +279,7 @@ def book_memory(episode: Episode, rank: int, samples: list[int], books: Books) -
 
 
 def report(arguments: argparse.Namespace, books: Books, seconds: float) -> str:
-    """docs/reliability.md. Detection takes longer where others compute, so it says how busy the machine was."""
+    """The text for docs/reliability.md. It has the machine's load, because detection takes longer on a busy machine."""
     busy = f"{statistics.median(books.load):.1f} (median)" if books.load else ""
     load = f"Load average of the machine, this run included: {busy}. " if busy else ""
     parts = [
@@ -337,7 +337,7 @@ def _faults(arguments: argparse.Namespace, books: Books) -> list[str]:
 
 
 def _brief(message: str) -> str:
-    """The message up to the text of the exception, or the positions of other ranks."""
+    """The message without the text of the exception and without the positions of other ranks."""
     text = message
     for beginning_of_the_rest in (": injected fault", ": the output of", ", which last reported"):
         text = text.partition(beginning_of_the_rest)[0]

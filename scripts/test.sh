@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Sets up the environment and runs all tests, unit and functional (real processes), in one go.
+# Sets up the environment, and runs all tests: unit tests, and functional tests with real processes.
 #
 #   scripts/test.sh                              everything
 #   scripts/test.sh -k layout -x                 arguments for pytest
-#   scripts/test.sh tests/unit_tests/test_x.py   paths (as seen from here): these only
-#   scripts/test.sh tests/unit_tests -m "not slow"   unit tests without what takes more than a second
+#   scripts/test.sh tests/unit_tests/test_x.py   only these paths, relative to the working directory
+#   scripts/test.sh tests/unit_tests -m "not slow"   unit tests without those of more than a second
 #
-#   MEGATRON_PP_TEST_JOBS=N   files at a time (default: one more than there are cores, two more for the
-#                             whole suite; at most 8)
+#   MEGATRON_PP_TEST_JOBS=N   test files that run at the same time (default: the number of cores plus one, or plus
+#                             two for the whole suite; at most 8)
 # See scripts/setup_env.sh for MEGATRON_PP_VENV and MEGATRON_PP_PYTHON.
 set -euo pipefail
 
@@ -34,8 +34,8 @@ if ! $names_a_path; then
     set -- "$root/tests" "$@"
     more=2
 fi
-# Tests of deadlines wait and leave a core to others. Functional tests wait for a third of their time.
+# Tests of deadlines wait, so their core is free. Functional tests wait for a third of their time.
 jobs="${MEGATRON_PP_TEST_JOBS:-$((cores + more < 8 ? cores + more : 8))}"
 
-# One worker runs the whole of a file, whose tests share processes and plans. tests/conftest.py has the order of files.
+# One worker runs a whole file, because its tests share processes and plans. tests/conftest.py has the order of files.
 exec "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -n "$jobs" --dist loadfile --no-loadscope-reorder "$@"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Run the tests of the Megatron-core plug-in under several releases of Megatron-core, each in a virtual environment of its own.
 #
-#   scripts/test_megatron_versions.sh                         the newest patch of each minor release that the Python takes
-#   scripts/test_megatron_versions.sh newest                  the newest release that the package index has for any Python of this machine, its
-#                                                             row in docs/data/megatron_releases.csv, and what to do about it
-#   scripts/test_megatron_versions.sh 0.16.1 ~/Megatron-LM    a release from PyPI, and a source checkout as it stands
+#   scripts/test_megatron_versions.sh                         the newest patch of each minor release that supports this Python
+#   scripts/test_megatron_versions.sh newest                  the newest release on the package index that supports any Python of this machine;
+#                                                             writes its row in docs/data/megatron_releases.csv, and says what to do with it
+#   scripts/test_megatron_versions.sh 0.16.1 ~/Megatron-LM    a release from PyPI, and a source checkout in its present state
 #
-# Every environment takes torch, pytest and the rest from the one that PYTHON runs in, and only Megatron-core is its own, installed
-# without dependencies. VENVS is where they are made (default: a temporary folder, removed at the end). TESTS are the tests that run, with
-# options of pytest (default: all of the plug-in's); DEADLINE is in seconds, for one release. RECORD=1 writes a row for each release into
-# docs/data/megatron_releases.csv; PARITY are flags of scripts/parity_table.py for what is compared with one process then.
+# Each environment has its own Megatron-core, installed without dependencies. It takes torch, pytest and the rest from the environment of
+# PYTHON. VENVS is the folder in which the environments are made (default: a temporary folder, removed at the end). TESTS are the tests to
+# run, with options of pytest (default: all tests of the plug-in). DEADLINE is in seconds, for one release. RECORD=1 writes a row for each
+# release into docs/data/megatron_releases.csv. PARITY are flags of scripts/parity_table.py: they choose what is then compared with one process.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -19,17 +19,17 @@ python="${PYTHON:-python}"
 versions=("$@")
 for version in ${versions[@]+"${versions[@]}"}; do
     if [[ "$version" == -* ]]; then
-        echo "test_megatron_versions.sh: $version is no release; give newest, releases such as 0.16.1, or checkouts (--help)" >&2
+        echo "test_megatron_versions.sh: $version is not a release; give newest, releases such as 0.16.1, or checkouts (--help)" >&2
         exit 2
     fi
 done
 takes_new="$("$python" -c 'import sys; print(int(sys.version_info >= (3, 12)))')"
 if [[ ${#versions[@]} -eq 0 ]]; then
-    versions=("0.14.*" "0.15.*" "0.16.*") # what Python 3.10 and 3.11 take
+    versions=("0.14.*" "0.15.*" "0.16.*") # the releases for Python 3.10 and 3.11
     if [[ "$takes_new" == 1 ]]; then versions=("0.16.*" "0.17.*" "0.18.*" "0.19.*"); fi
 fi
 
-newest_for() { # PYTHON: the newest release that the index has for it
+newest_for() { # PYTHON: the newest release on the index for this Python
     "$1" -m pip index versions --disable-pip-version-check megatron-core 2>/dev/null | sed -n 's/^megatron-core (\(.*\))$/\1/p'
 }
 
@@ -43,10 +43,10 @@ if [[ "${versions[*]}" == newest ]]; then
         fi
     done
     if [[ -z "$newest" ]]; then
-        echo "the package index has named no release of megatron-core; look at: $python -m pip index versions megatron-core" >&2
+        echo "the package index has answered with no release of megatron-core; try: $python -m pip index versions megatron-core" >&2
         exit 1
     fi
-    if [[ -n "$of" ]]; then # only a newer Python sees it
+    if [[ -n "$of" ]]; then # only a newer Python can install it
         echo "megatron-core $newest needs a newer Python than $python; it runs in .venv-$of, on Python $of"
         python="$(MEGATRON_PP_PYTHON='' MEGATRON_PP_PYTHON_VERSION="$of" MEGATRON_PP_VENV="$root/.venv-$of" "$here/setup_env.sh" train viz megatron test)"
     fi
@@ -62,7 +62,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" GLOO_SOCKET_IFNAME="${GLOO_SOCKET
 parent_packages="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 transformer_engine="$("$python" -c 'import sys; print(sys.prefix)')/transformer_engine_python" # of scripts/setup_env.sh
 
-# Make an environment with the parent's packages behind its own; print its interpreter.
+# Make an environment that finds the parent's packages after its own; print its folder of packages.
 make_environment() {
     local folder="$1"
     "$python" -m venv --without-pip "$folder"

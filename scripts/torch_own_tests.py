@@ -3,10 +3,10 @@
 
     python scripts/torch_own_tests.py ~/pytorch/test/distributed/pipelining [--only TEXT ...] [--ranks N]
 
-The tests of the folder's `test_schedule_multiproc.py` train with schedules that they take as a parameter, here on CPUs
-with gloo; so do those of `ScheduleTest` in `test_schedule.py`, in one process. Schedules that the tests define
+The tests of the folder's `test_schedule_multiproc.py` train with schedules that are a parameter. They run on CPUs with
+gloo. The tests of `ScheduleTest` in `test_schedule.py` do the same in one process. Schedules that the tests define
 themselves, and `_PipelineScheduleRuntime`, are torch's in both runs. Each test has processes of its own. Needs
-expecttest. Exits with 1 where a test passes with torch's classes and not with ours, and with 2 where it cannot run.
+expecttest. The exit status is 1 if a test passes only with torch's classes, and 2 if the tests cannot run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PASSED, SKIPPED = "passed", "skipped"
 
 
 def tests_of(module: str, folder: Path, ours: bool) -> Any:
-    """A module of the folder; the schedules that it imports are ours where ``ours``."""
+    """A module of the folder. With ``ours`` it imports our schedules in place of torch's."""
     from torch.distributed import pipelining
 
     if ours:
@@ -42,7 +42,7 @@ def tests_of(module: str, folder: Path, ours: bool) -> Any:
 
 
 def prepare(folder: Path, ours: bool) -> Any:
-    """The folder's class of tests, made for a machine without GPUs; schedules are ours where ``ours``."""
+    """The folder's class of tests, changed to run without GPUs. With ``ours`` it has our schedules."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal import common_distributed, common_utils
@@ -54,7 +54,7 @@ def prepare(folder: Path, ours: bool) -> Any:
         setattr(common_distributed, name, keep)
     vars(common_utils).update(TEST_MULTIACCELERATOR=True, TEST_MULTIGPU=True)
     barrier = dist.barrier
-    vars(dist)["barrier"] = lambda group=None, **_: barrier(group)  # gloo's knows no device_ids
+    vars(dist)["barrier"] = lambda group=None, **_: barrier(group)  # gloo's barrier does not accept device_ids
     tests = tests_of(MODULE, folder, ours)
     vars(tests)["device_type"] = "cpu"
     kind: Any = tests.ScheduleTest
@@ -64,10 +64,10 @@ def prepare(folder: Path, ours: bool) -> Any:
 
 
 def outcome_of(name: str, folder: Path, ours: bool, ranks: int, deadline: float) -> str:
-    """PASSED, SKIPPED, or the last line of what a rank raised."""
+    """PASSED, SKIPPED, or the last line of a rank's error."""
 
     def body(rank: int) -> str:
-        os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"  # it would be the last line
+        os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"  # otherwise the hint would be the last line
         import unittest
 
         import torch
@@ -93,7 +93,7 @@ def outcome_of(name: str, folder: Path, ours: bool, ranks: int, deadline: float)
 
 
 def alone(test: Any) -> str:
-    """PASSED or SKIPPED. Raises RuntimeError with what the test raised."""
+    """Run a test in this process. Returns PASSED or SKIPPED. Raises RuntimeError with the test's error."""
     import unittest
 
     result = unittest.TestResult()
@@ -105,7 +105,8 @@ def alone(test: Any) -> str:
 
 
 def names_of(folder: Path, ours: bool, ranks: int) -> list[str]:
-    """Of the tests; a process imports them, since a program has either torch's classes or ours."""
+    """The names of all tests. A process of its own imports them, because a program has either torch's classes or
+    ours."""
 
     def body(rank: int) -> list[str]:
         several, single = dir(prepare(folder, ours)), dir(tests_of(ALONE, folder, ours).ScheduleTest)
@@ -141,12 +142,12 @@ def main() -> int:
                 print(f"    {name}: {said}", flush=True)
         found.append({_of_torch(name): said for name, said in outcomes.items()})
     lost = [name for name, said in found[0].items() if said == PASSED and found[1].get(name) != PASSED]
-    print(f"{len(lost)} pass with torch's classes alone" + "".join(f"\n    {name}" for name in lost))
+    print(f"{len(lost)} pass only with torch's classes" + "".join(f"\n    {name}" for name in lost))
     return int(bool(lost))
 
 
 def _of_torch(name: str) -> str:
-    """A test's name with torch's names of schedules, which are those of the classes."""
+    """A test's name, with torch's name of a schedule in place of ours."""
     from megatron_pp.integrations.torch_pipelining.schedule import OUR_NAME
 
     theirs = {ours: torchs for torchs, ours in OUR_NAME.items()}

@@ -1,5 +1,5 @@
-"""Writes `docs/data/turns.csv`: what a step takes where no wait for the device can hang, beside receives posted
-wherever one waiting rank alone does not hang, simulated. One to three minutes.
+"""Writes `docs/data/turns.csv`: simulated steps of plans under which no wait for the device can hang, relative to plans
+that post receives early and are safe only if a single rank waits. Takes one to three minutes.
 
 python scripts/turns_table.py
 """
@@ -40,7 +40,7 @@ def specs(schedule: str) -> Iterator[PlanSpec]:
 
 
 def ratios(spec: PlanSpec, device: tuple[str, ...]) -> Iterator[float]:
-    """Of one transfer time after the other. Raises PlanError where the schedule has no such plan."""
+    """The ratio of the steps for each transfer time. Raises PlanError if the schedule has no such plan."""
     usual = lowered_plan(spec)
     other = lowered_plan(
         PlanSpec(spec.schedule, spec.pipeline_size, spec.num_chunks, spec.num_microbatches, device=device)
@@ -76,7 +76,7 @@ def rows() -> Iterator[list[str]]:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    made = list(rows())  # before the file is opened, which a run that is interrupted would leave empty
+    made = list(rows())  # made before the file is opened, so that an interrupt does not leave it empty
     with TABLE.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(made)
 

@@ -1,12 +1,12 @@
-"""Deletes a feature from a copy of the repository and runs the tests that do not name it: those of the core and of the
-other features stay green.
+"""Deletes a feature from a copy of the repository, and runs the tests that do not name it. The tests of the core and of
+other features must pass.
 
 python scripts/without_feature.py --list
 python scripts/without_feature.py NAME [TEST_PATH ...] [--keep DIR]
 
-Deleted are the folder of the feature, its row in megatron_pp/feature_table.py, and every file that imports what is
-gone, by any way: tools and test support that are of it. Of the tests those that name it are left out too. What was
-left out is printed. Exits as pytest does.
+It deletes the feature's folder, its row in megatron_pp/feature_table.py, and every file that imports a deleted file,
+directly or through others, such as tools and test support of the feature. It also deletes tests that name the feature.
+It prints the deleted files, and exits with pytest's exit code.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("name", nargs="?", choices=[row.folder for row in FEATURES])
     parser.add_argument("tests", nargs="*", help=f"by default {' '.join(TESTS)}")
-    parser.add_argument("--list", action="store_true", help="name the features, and end")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="make the copy there, and leave it")
+    parser.add_argument("--list", action="store_true", help="print the features' names, and exit")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="make the copy in DIR, and keep it")
     args = parser.parse_args(arguments)
     if args.list:
         print("\n".join(row.folder for row in FEATURES))
         return 0
     if args.name is None:
-        parser.error("which feature? --list names them")
+        parser.error("give the name of a feature; --list prints the names")
     row = next(row for row in FEATURES if row.folder == args.name)
     with tempfile.TemporaryDirectory() as scratch:
         copy = args.keep or Path(scratch, "copy")
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def copy_repository(target: Path) -> None:
-    """The files that git knows or does not ignore, as they are now."""
+    """Copy the files that git tracks or does not ignore, in their present state."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
@@ -65,7 +65,7 @@ def copy_repository(target: Path) -> None:
 
 
 def delete(row: Row, copy: Path) -> list[str]:
-    """Delete the feature from ``copy``; returns the other files that went with it."""
+    """Delete the feature from ``copy``. Returns the files outside of its folder that were deleted with it."""
     table = copy / TABLE
     table.write_text(without_row(table.read_text(encoding="utf-8"), row), encoding="utf-8")
     folder = f"megatron_pp/features/{row.folder}"
@@ -97,14 +97,14 @@ def without_row(text: str, row: Row) -> str:
 
 
 def words_of(row: Row) -> set[str]:
-    """What a test calls the feature by: its settings, schedules and instructions, and its folder."""
+    """The words by which a test names the feature: its settings, schedules, instructions and folder."""
     families = {name for listed in row.families.values() for name in listed}
     operations = {op for op in row.ops if len(op) > 1}
     return {*row.spec, *row.config, *families, *operations, f"features.{row.folder}", f'"{row.folder}"'}
 
 
 def importers_of(gone: Iterable[str], copy: Path) -> set[str]:
-    """The files that cannot be imported without the modules ``gone`` and those in them, by any way."""
+    """The files that import the modules ``gone``, or modules in them, directly or through other files."""
     public = public_names(copy / "megatron_pp/__init__.py")
     imported = {
         path.relative_to(copy).as_posix(): {public.get(name, name) for name in imports_of(path)}
@@ -145,8 +145,8 @@ def module_of(name: str) -> str:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """The modules that a file imports as it is loaded; those for type checkers are not. ``package.*`` for one that
-    imports modules of a package by names that it puts together, as the command line does."""
+    """The modules that a file imports when it is loaded, without those for type checkers. ``package.*`` if it imports
+    modules of a package by names that it composes, as the command line does."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":

@@ -1,1 +1,1 @@
-"""What scripts/docs.sh adds to the pages of docs/: pages from elsewhere in the project, and the gallery."""
+"""The parts of the site that scripts/docs.sh adds to docs/: pages from elsewhere in the project, and the gallery."""

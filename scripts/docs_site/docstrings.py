@@ -17,7 +17,7 @@ class FieldLists(Extension):
 
 
 def with_lists(text: str) -> str:
-    """``text`` with each line of a name, two spaces or more, and words as an item of a list."""
+    """``text`` with list items in place of lines that have a name, two or more spaces, and words."""
     lines: list[str] = []
     in_list = False
     for line in text.splitlines():

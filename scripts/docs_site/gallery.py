@@ -24,7 +24,7 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.tools.cli.command_line import main as megatron_pp
 
 PAGE = "gallery.md"
-PIXELS = "1000"  # about what the page shows, so that letters keep their size
+PIXELS = "1000"  # about the width that the page shows, so that letters keep their size
 TABLE_MARK, SECTIONS_MARK = "<!-- table of all schedules -->", "<!-- a section for each schedule -->"
 COMPARISON_MARK = "<!-- some side by side -->"
 HEAD = ["schedule", "V", "steps", "bubble", "peak memory", "transfers", "paper (arXiv)"]
@@ -32,7 +32,7 @@ COMPARED = "1f1b,zb_h1,zb_v"
 
 
 def pictures() -> Iterator[tuple[str, str]]:
-    """(path on the site, SVG) for each schedule, and for some side by side, as the command line draws them."""
+    """(path on the site, SVG) for each schedule, and for one picture of several. The command line draws them."""
     with tempfile.TemporaryDirectory() as folder:
         for name in (*SCHEDULES, COMPARED):
             file = Path(folder) / f"{name}.svg"
@@ -44,7 +44,7 @@ def pictures() -> Iterator[tuple[str, str]]:
 
 
 def draw_command(name: str) -> list[str]:
-    """The command that draws the picture of this schedule, or of several, but for its -o."""
+    """The command that draws the picture of one schedule, or of several, without its -o."""
     chunks = chunks_of(SCHEDULES[name]) if name in SCHEDULES else 1
     sizes = ["-P", str(RANKS), *(["-V", str(chunks)] if chunks > 1 else []), "-M", str(MICROBATCHES)]
     if name in SCHEDULES and slices_of(SCHEDULES[name]) > 1:
@@ -61,7 +61,7 @@ def picture_path(name: str) -> str:
 
 
 def filled(text: str) -> str:
-    """The page with its table and sections in their places."""
+    """The page ``text`` with the table, the comparison and the sections in place of their marks."""
     table = markdown_table([HEAD, *map(_cells, all_numbers())])
     sections = "\n\n".join(map(_section, all_numbers()))
     for mark, made in ((TABLE_MARK, table), (COMPARISON_MARK, _picture(COMPARED)), (SECTIONS_MARK, sections)):

@@ -21,7 +21,7 @@ from docs_site import gallery, links  # noqa: E402
 
 FOLDED = "<details markdown>\n<summary>Table: {title}</summary>\n\n{table}\n\n</details>"
 
-_API_BOOST = 0.3  # of the reference in the search, so that guides come first
+_API_BOOST = 0.3  # the weight of the reference in the search, so that guides come first
 
 logger = logging.getLogger("mkdocs.hooks.megatron_pp")
 

@@ -25,14 +25,14 @@ _LOADED_LINKS = {"stylesheet", "preconnect", "icon", "preload", "prefetch", "mod
 
 
 def source_of(uri: str) -> str:
-    """Where the page ``uri`` of the site is in the project."""
+    """The path in the project of the page ``uri`` of the site."""
     return OUTSIDE_PAGES.get(uri, f"docs/{uri}")
 
 
 def on_site(text: str, uri: str) -> str:
-    """The Markdown of the page ``uri`` with its relative links as they are on the site.
+    """The Markdown of the page ``uri``, with its relative links changed to those of the site.
 
-    A link to a file that the site does not have becomes its label: there is nothing to open.
+    A link to a file that the site does not have is replaced by its label.
     """
 
     def link(match: re.Match[str]) -> str:
@@ -48,7 +48,8 @@ def on_site(text: str, uri: str) -> str:
 
 
 def _moved(target: str, uri: str) -> str | None:
-    """``target``, relative to the page in the project, as relative to the page on the site; None if it is not there."""
+    """``target``, which is relative to the page in the project, relative to the page on the site. None if the site
+    lacks it."""
     path, hash_sign, anchor = target.partition("#")
     if not path or re.match(r"[a-z]+:|/", path):
         return target
@@ -77,7 +78,7 @@ class _Loads(HTMLParser):
 
 
 def loaded_from_network(html: str) -> list[str]:
-    """Addresses outside of the site that a browser loads with this page (links to follow are no such)."""
+    """Addresses outside of the site that a browser loads with this page. Links that a reader clicks are not loaded."""
     parser = _Loads()
     parser.feed(html)
     return parser.found

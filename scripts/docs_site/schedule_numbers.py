@@ -1,4 +1,4 @@
-"""The numbers of every schedule at one size and one cost, from the simulator; for the README and the gallery."""
+"""The numbers of every schedule at one size and one cost, from the simulator. The README and the gallery show them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from megatron_pp.plan.simulate.simulator import simulate
 
 RANKS, MICROBATCHES, SLICES = 4, 8, 4
 WORK_MS = 12.0
-"""Of a rank's whole forward, of its input gradients, and of its weight gradients, for one microbatch."""
+"""Milliseconds of a rank's forward, of its input gradients and of its weight gradients, each for one microbatch."""
 
 OUTPUT_MS = 0.6 * WORK_MS
-"""Forward of the whole output layer, which the schedules that split it over all ranks have besides."""
+"""Milliseconds of the whole output layer's forward. Only schedules that split it over all ranks count it."""
 
 _ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """One schedule's. ``steps``: the makespan, in forwards of a rank. ``bubble``: share of all ranks' time without
-    compute. ``peak``: activations of the fullest rank, in microbatches of a rank. ``messages``: of all ranks."""
+    """The numbers of one schedule. ``steps``: the makespan, in forwards of a rank. ``bubble``: the share of all ranks'
+    time without compute. ``peak``: activations of the fullest rank, in microbatches of a rank. ``messages``: the number
+    of transfers of all ranks."""
 
     family: Family
     chunks: int
@@ -38,23 +39,23 @@ class Numbers:
 
     @property
     def papers(self) -> str:
-        """Links to the papers of the rule."""
+        """Links to the papers that the schedule comes from."""
         found = dict.fromkeys(_ARXIV.findall(self.family.source))
         return ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in found)
 
 
 def chunks_of(family: Family) -> int:
-    """Model chunks a rank: what the family needs, else 2 for those that exist for several."""
+    """Model chunks of a rank: the number that the family needs. 2 for a family that allows several, 1 for auto."""
     return family.chunks or (1 if family.name == "auto" else 2)
 
 
 def slices_of(family: Family) -> int:
-    """Slices of a sequence, of those that cut them."""
+    """Slices of a sequence; 1 for families that do not cut sequences."""
     return SLICES if family.sliced else 1
 
 
 def output_of(family: Family) -> float:
-    """Milliseconds of the output layer's forward, where it counts by itself."""
+    """Milliseconds of the output layer's forward, 0 for families that do not split the output layer."""
     return OUTPUT_MS if family.barriers else 0.0
 
 

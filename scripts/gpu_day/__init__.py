@@ -1,10 +1,10 @@
-"""The parts of `scripts/gpu_check.py`: what is checked and measured on a machine with 1 to 8 GPUs.
+"""The parts of `scripts/gpu_check.py`, which checks and measures on a machine with 1 to 8 GPUs.
 
-table     the parts, in order: deadline, what each needs, its work
-runner    runs them one after the other, each in a process of its own; keeps what is done
+table     the parts in order: deadline, requirements and work of each
+runner    runs them one after the other, each in a process of its own, and keeps the results
 page      the page made from the results
-bench     what a part's work gets, and where it writes its checks and tables
-ranks     how ranks join a process group; steps that are compared with one process
-outside   processes, GPUs and nvidia-smi: what a test replaces
+bench     the object that a part works with, and to which it gives its checks and tables
+ranks     joins ranks to a process group, and compares their steps with one process
+outside   processes, GPUs and nvidia-smi, which tests replace
 parts/    a file for each subject
 """

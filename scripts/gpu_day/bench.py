@@ -1,4 +1,4 @@
-"""What a part gets to work with, and what it leaves: checks, texts and tables, as JSON."""
+"""`Bench`, with which a part works, and its `Result`: checks, texts and tables, which are saved as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_day import outside, ranks
 from testkit.race_cases import ONE_GPU_ENVIRONMENT
 
 PASS, FAIL, NUMBERS, NOT_RUN = "pass", "fail", "numbers", "not run"
-RESERVE = 2.0  # seconds: ranks end that much before the part, so that it can say which were late
+RESERVE = 2.0  # seconds by which ranks end before the part, so that it can name the ranks that were late
 
 
 class NotRun(Exception):  # noqa: N818  (a verdict)
@@ -22,8 +22,8 @@ class NotRun(Exception):  # noqa: N818  (a verdict)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is run. ``megabytes``: of a tensor; ``forward_ms``: of a chunk that spins; ``late``: seconds;
-    ``schedules``: of steps, empty for all."""
+    """The sizes of a run. ``megabytes``: of a tensor. ``forward_ms``: length of a forward that spins. ``late``: seconds
+    by which a receiver is late. ``schedules``: the schedules to run; empty: all."""
 
     repeats: int = 5
     megabytes: float = 64.0
@@ -36,13 +36,13 @@ class Sizes:
 
 
 TINY = Sizes(1, 0.25, 2.0, 1, 8, 16, 0.3, ("1f1b", "zb_v"))
-"""For trying the script without a GPU."""
+"""The sizes for trying the script without a GPU."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the parts run. ``backend``: "nccl", or "gloo" for a machine without GPUs that stands for one with
-    ``gpus``."""
+    """The machine on which the parts run. ``backend``: "nccl", or "gloo" for a machine without GPUs, which acts as one
+    with ``gpus``."""
 
     backend: str
     gpus: int
@@ -54,8 +54,8 @@ class Machine:
 
 @dataclass
 class Result:
-    """What a part has left, and when, of which sources and where. ``blocks``: texts, and tables as lists of rows, the
-    head first. ``why``: of a part that was not run, or that ended badly."""
+    """The result of a part, with its date, commit and machine. ``blocks``: texts, and tables as lists of rows, the head
+    first. ``why``: why the part was not run, or how it failed."""
 
     verdict: str
     why: str = ""
@@ -72,7 +72,7 @@ class Result:
         return [what for what, good in self.checks if not good] + [self.why] * (self.verdict == FAIL and bool(self.why))
 
     def judged(self) -> Result:
-        """With the verdict that its checks give."""
+        """This result, with the verdict that follows from its checks."""
         bad = any(not good for _, good in self.checks)
         self.verdict = FAIL if bad else PASS if self.checks else NUMBERS
         return self
@@ -80,8 +80,8 @@ class Result:
 
 @dataclass
 class Bench:
-    """``ends``: on the monotonic clock, the part's deadline; ``one_gpu``: whether its ranks share the first GPU;
-    ``report``: called with the result so far after each change."""
+    """The methods that a part works with. ``ends``: the part's deadline on the monotonic clock. ``one_gpu``: whether
+    its ranks share the first GPU. ``report`` is called with the result so far after each change."""
 
     machine: Machine
     sizes: Sizes
@@ -90,10 +90,10 @@ class Bench:
     report: Callable[[Result], None] = lambda result: None
     result: Result = field(default_factory=lambda: Result(NUMBERS))
 
-    # -- what a part leaves --------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------------
 
     def check(self, good: bool, what: str) -> None:
-        """``what`` has to hold, and does or does not."""
+        """Record a check: ``what`` must hold, and ``good`` says whether it does."""
         self.result.checks.append((what, bool(good)))
         self.report(self.result.judged())
 
@@ -106,19 +106,19 @@ class Bench:
         self.report(self.result.judged())
 
     def numbers(self, **numbers: Any) -> None:
-        """For the JSON alone."""
+        """Record numbers that only the JSON has, not the page."""
         self.result.numbers |= numbers
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
     @property
     def shares(self) -> bool:
-        """Whether two ranks have one GPU."""
+        """Whether two ranks share a GPU."""
         return self.one_gpu or self.machine.gpus == 1
 
     @property
     def left(self) -> float:
-        """Seconds for ranks."""
+        """The seconds that ranks may still run."""
         return max(0.1, self.ends - time.monotonic() - RESERVE)
 
     @property
@@ -126,12 +126,12 @@ class Bench:
         return "spawn" if self.machine.has_gpus else "fork"
 
     def preload(self, module: str) -> None:
-        """Import what takes long before ranks are forked from this process."""
+        """Import a module that takes long, before ranks are forked from this process."""
         if not self.machine.has_gpus:
             importlib.import_module(module)
 
     def devices(self, size: int) -> tuple[str, ...]:
-        """Of the ranks: a GPU for each, where there are as many."""
+        """The device of each rank. Each has its own GPU if there are enough."""
         if not self.machine.has_gpus:
             return ("cpu",) * size
         return tuple(f"cuda:{0 if self.one_gpu else rank % self.machine.gpus}" for rank in range(size))
@@ -144,8 +144,8 @@ class Bench:
         environment: dict[str, str] | None = None,
         seconds: float | None = None,
     ) -> list[Any]:
-        """``work(rank, size, device, *args)`` on ranks that are joined by a process group; their results. ``seconds``:
-        for them, by default all that are left."""
+        """Run ``work(rank, size, device, *args)`` on ranks of a process group. Returns their results by rank.
+        ``seconds``: their limit; the default is the time that is left."""
         with tempfile.TemporaryDirectory() as folder:
             place = ranks.Place(self.machine.backend, self.devices(size), f"{folder}/store")
             connections = ONE_GPU_ENVIRONMENT if place.shared and self.machine.has_gpus else {}

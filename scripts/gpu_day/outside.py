@@ -1,6 +1,6 @@
-"""What the parts reach outside of their program: processes, and what only a machine with GPUs answers.
+"""The functions by which parts reach outside of their program: processes, and questions to a machine with GPUs.
 
-The one seam: on virtual devices tests replace these names, and of the parts only sizes and limits of time.
+Tests on virtual devices replace these names. In the parts they replace only sizes and time limits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SMI_SECONDS = 10.0
 _ENDINGS = (signal.SIGINT, signal.SIGTERM)
 
 links_of = shaped_network.shaped_network
-"""Links of a chosen rate between the ranks of one machine; raises BenchmarkError where that is not allowed."""
+"""Links of a chosen rate between the ranks of one machine. Raises BenchmarkError if the machine does not allow them."""
 
 
 def gpu_count() -> int:
@@ -38,7 +38,8 @@ def gpu_count() -> int:
 
 
 def machine_words(gpus: int) -> str:
-    """What results depend on. Does not use CUDA: the parts' processes are forked from this one."""
+    """The GPUs and the torch release, on which results depend. Does not use CUDA: parts are forked from this
+    process."""
     names = sorted(set(nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()))
     return f"{gpus} x {' and '.join(names) or 'GPU'}, torch {torch.__version__}"
 
@@ -46,9 +47,10 @@ def machine_words(gpus: int) -> str:
 def run_ranks(
     work: Callable[..., Any], size: int, args: tuple[Any, ...], seconds: float, environment: dict[str, str], start: str
 ) -> list[Any]:
-    """``work(rank, size, *args)`` in ``size`` processes, the results by rank. ``start``: multiprocessing's method.
+    """Run ``work(rank, size, *args)`` in ``size`` processes. Returns the results by rank.
 
-    Raises RankFailedError, or RanksTimedOutError after ``seconds``; no rank outlives the call, nor its caller.
+    ``start`` is multiprocessing's start method. Raises RankFailedError, or RanksTimedOutError after ``seconds``. No
+    rank outlives the call or its caller.
     """
     return run_processes(
         _rank, size, (work, args), backend=None, timeout=seconds, environment=environment, start_method=start
@@ -61,25 +63,26 @@ def _rank(rank: int, size: int, work: Callable[..., Any], args: tuple[Any, ...])
 
 
 def at_once(jobs: Sequence[Callable[[], Any]], workers: int) -> list[Any]:
-    """What ``jobs`` return, as many at a time as there are ``workers``."""
+    """The results of ``jobs``, of which ``workers`` run at the same time."""
     with ThreadPoolExecutor(workers) as threads:
         return list(threads.map(lambda job: job(), jobs))
 
 
 def fault_pool(size: int, start: str) -> Pool:
-    """Processes that a fault may kill; to be used as a context manager."""
+    """A pool of processes that a fault may kill. It is a context manager."""
     return Pool(size, start)
 
 
 def own_process(body: Callable[[Callable[[Any], None]], None], seconds: float, receive: Callable[[Any], None]) -> str:
     """Run ``body(send)`` in a process with a session of its own; ``receive`` gets what it sends.
 
-    Returns how it ended, "" where well. After ``seconds``, or when this call is interrupted, the whole session is
-    killed: whatever the body had started.
+    Returns "", or why it failed. After ``seconds``, or when this call is interrupted, the whole session is killed, with
+    all processes that ``body`` has started.
     """
     context = multiprocessing.get_context("fork")  # this program has no threads, and has not used CUDA
     here, there = context.Pipe(duplex=False)
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)  # one between the fork and `try` would leave it running
+    # A signal between the fork and `try` would leave it running.
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)
     process = context.Process(target=_session, args=(body, there))
     process.start()
     try:
@@ -98,7 +101,7 @@ def own_process(body: Callable[[Callable[[Any], None]], None], seconds: float, r
 def _session(body: Callable[[Callable[[Any], None]], None], pipe: Connection) -> None:
     os.setsid()
     end_with_parent()
-    os.dup2(2, 1)  # what libraries print does not go between the lines of the results
+    os.dup2(2, 1)  # keeps prints of libraries out of the results on stdout
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDINGS)
     body(pipe.send)
@@ -111,7 +114,7 @@ def _received(pipe: Connection, seconds: float, receive: Callable[[Any], None]) 
         try:
             message = pipe.recv()
         except EOFError:
-            return "its process ended before it was through"
+            return "its process ended early"
         if message is None:
             return ""
         receive(message)
@@ -125,11 +128,11 @@ def is_installed(package: str) -> bool:
         return False
 
 
-# -- what a machine with GPUs answers ----------------------------------------------------------------------------------
+# -- questions to a machine with GPUs ----------------------------------------------------------------------------------
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """What ``nvidia-smi`` prints; "" where there is none, or it fails."""
+    """The output of ``nvidia-smi``; "" if it is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -145,12 +148,12 @@ def contexts() -> list[int]:
 
 
 def peer_access(one: int, other: int) -> bool:
-    """Whether a GPU may read the other's memory."""
+    """Whether GPU ``one`` can access the memory of GPU ``other``."""
     return torch.cuda.can_device_access_peer(one, other)
 
 
 def peak_mib(device: torch.device, step: Callable[[], Any]) -> float:
-    """The most MiB allocated on ``device`` while ``step()`` runs, beyond what was there."""
+    """The peak of the MiB that ``step()`` allocates on ``device``, beyond those allocated before."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -160,13 +163,13 @@ def peak_mib(device: torch.device, step: Callable[[], Any]) -> float:
 
 
 def limit_memory(device: torch.device, gib: float) -> None:
-    """The process may allocate no more on ``device``."""
+    """Let this process allocate at most ``gib`` GiB on ``device``."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), device)
 
 
 def allocator_retries(device: torch.device) -> int:
-    """How often an allocation first had to give cached blocks back."""
+    """How often an allocation had to return cached blocks to the device first."""
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"])
 
 
@@ -176,17 +179,17 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def mps() -> Iterator[dict[str, str]]:
-    """The environment of processes that share a GPU by MPS, whose daemon runs meanwhile. Raises RuntimeError where it
-    does not start. The GPU's compute mode stays as it is."""
+    """The environment for processes that share a GPU by MPS. Within the context its daemon runs. Raises RuntimeError if
+    it does not start. The GPU's compute mode is not changed."""
     program = shutil.which("nvidia-cuda-mps-control")
     if program is None:
         raise RuntimeError("there is no nvidia-cuda-mps-control")
-    with tempfile.TemporaryDirectory(prefix="mps_") as folder:  # a socket's path is short
+    with tempfile.TemporaryDirectory(prefix="mps_") as folder:  # short, because a socket's path is limited
         environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         around = {**os.environ, **environment}
         done = subprocess.run([program, "-d"], env=around, capture_output=True, text=True, timeout=_SMI_SECONDS)
         if done.returncode:
-            raise RuntimeError(f"MPS does not start: {(done.stderr or done.stdout).strip()[:200]}")
+            raise RuntimeError(f"MPS did not start: {(done.stderr or done.stdout).strip()[:200]}")
         try:
             yield environment
         finally:

@@ -1,5 +1,5 @@
-"""The page of results, from what the JSON holds and nothing else: its tables are data files, as on other pages, so that
-the page is no longer than one without results."""
+"""Makes the page of results from the JSON alone. Its tables are data files, so that results do not make the page
+longer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gpu_day.runner import NOT_YET, Run
 from gpu_day.table import PARTS
 
 Row = list[str]
-_LISTED = 4  # checks; of more, only those that fail are
+_LISTED = 4  # checks of a part, up to which all are listed; of more, only failed checks
 
 
 def page(run: Run, path: Path) -> str:
-    """Markdown, for the file ``path``, with its tables in files beside it."""
+    """The Markdown of the page ``path``. Writes its tables into files beside it."""
     results = [(part, run.results.get(part.name, Result(NOT_RUN, NOT_YET))) for part in PARTS]
     counts = Counter(result.verdict for _, result in results)
-    what = "tried without a GPU, which says nothing about GPUs" if run.tried else "measured on GPUs"
+    what = "tried without a GPU: this says nothing about GPUs" if run.tried else "measured on GPUs"
     parts = [["part", "verdict", "s", "what failed, or why it was not run", "on", "date", "commit"]]
     for part, result in results:
         where = [_cell(result.machine) or "-", result.date or "-", result.commit or "-"]
@@ -52,7 +52,7 @@ def _cell(text: str) -> str:
 
 
 def _found(result: Result) -> Iterator[Row]:
-    """What a part has left, and what that says: of a table, a row for each of its own."""
+    """The rows of a part's results on the page. A table of the part gives a row for each of its rows."""
     if result.verdict == NOT_RUN:
         return
     good = [what for what, holds in result.checks if holds]

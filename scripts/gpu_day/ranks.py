@@ -1,4 +1,4 @@
-"""How ranks come together, and steps of the toy model on them beside one process."""
+"""Joins ranks to a process group, and compares steps of the toy model on them with one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLICIES: dict[str, dict[str, bool]] = {"overlap": OVERLAP, "batched": {"batch_p
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks run: ``devices[rank]``, and the file that they meet at."""
+    """Where the ranks run: ``devices[rank]``. ``store`` is the file at which they meet."""
 
     backend: str
     devices: tuple[str, ...]
@@ -41,7 +41,7 @@ class Place:
 def enter(rank: int, size: int, place: Place, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Join the process group and run ``work(rank, size, device, *args)``.
 
-    NCCL refuses two ranks on one GPU only within one host: each claims a host of its own.
+    NCCL refuses two ranks on one GPU only within a host. So each rank that shares a GPU claims a host of its own.
     """
     device = torch.device(place.devices[rank])
     leave_failures_to_the_guard()
@@ -75,7 +75,7 @@ class DeviceData(ToyData):
 
 @dataclass(frozen=True)
 class Step:
-    """A training step of the toy model; ``fields`` of its config."""
+    """A training step of the toy model. ``fields`` are fields of its config."""
 
     schedule: str
     chunks: int = 1
@@ -100,7 +100,7 @@ class Step:
 
     @property
     def prepare(self) -> Any:
-        """What the model's chunks need before a step."""
+        """The function that prepares the model's chunks for a step, or None."""
         return split_weight_grad if find_family(self.schedule).splits_weight else None
 
     def block(self, device: torch.device) -> Callable[[int], torch.nn.Module]:
@@ -115,7 +115,7 @@ def steps_of(
     hidden: int = 64,
     **fields: Any,
 ) -> dict[str, Step]:
-    """A step of each schedule of ``names``, of all where there are none, under each policy."""
+    """A step of each schedule in ``names``, or of all if it is empty, under each policy. Keys: "schedule, policy"."""
     sizes = seq_length, hidden
     return {
         f"{schedule}, {policy}": Step(
@@ -128,9 +128,9 @@ def steps_of(
 
 
 def differences(rank: int, size: int, device: torch.device, steps: dict[str, Step]) -> dict[str, float]:
-    """Of each step, the largest difference of this rank's gradients from one process's."""
+    """For each step, the largest difference between this rank's gradients and those of one process."""
     found = {}
-    # One for all: an NCCL communicator for each channel is made once, as in a program.
+    # All steps share a transport, as in a program: it makes each channel's NCCL communicator once.
     assert dist.group.WORLD is not None
     transport = group_transport(dist.group.WORLD)
     for name, step in steps.items():
@@ -148,7 +148,8 @@ def as_text(difference: float) -> str:
 
 
 def outcome(work: Callable[[], list[Any]]) -> str:
-    """How ``work`` ended, in words: what its ranks returned, a text or differences by name, or what it raised."""
+    """The outcome of ``work`` in words: the texts or differences that its ranks returned, or the error that it
+    raised."""
     try:
         found = work()
     except Exception as error:
@@ -159,18 +160,18 @@ def outcome(work: Callable[[], list[Any]]) -> str:
 
 
 def largest_difference(mine: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> float:
-    """Of the gradients that this rank has; infinite where one is not finite."""
+    """The largest difference of this rank's gradients. Infinite if one is not finite."""
     worst = max(float((grad - whole[name]).abs().max()) for name, grad in mine.items())
     return worst if worst == worst else float("inf")
 
 
 def wrong(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What differs on any rank."""
+    """The steps that differ on any rank, with their difference."""
     return {name: worst for of_rank in found for name, worst in of_rank.items() if worst != 0.0}
 
 
 def transfer_seconds(communicator: P2PCommunicator, shape: tuple[int, ...], device: torch.device) -> float:
-    """Of one tensor from rank 0 to rank 1, at best. All ranks call it."""
+    """The shortest of several transfers of one tensor from rank 0 to rank 1, in seconds. All ranks call this."""
     best = float("inf")
     tensor = torch.ones(shape, device=device)
     for _ in range(4):

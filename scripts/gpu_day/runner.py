@@ -1,4 +1,4 @@
-"""Runs parts one after the other, each in a process of its own with a deadline, and keeps what is done in a file."""
+"""Runs parts one after the other, each in a process of its own with a deadline, and keeps their results in a file."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _SOURCES = ("megatron_pp", "scripts", "testkit", "tests", "benchmarks", "example
 
 
 class OtherRunError(Exception):
-    """The file of results is not one that this run can add to; the message says why."""
+    """This run cannot add to the file of results. The message says why."""
 
 
 @dataclass
 class Run:
-    """Results by part; saved in ``path`` where that is not None. What is recorded there stays, until the part has run
-    again: on this machine or another one, at this commit or another one."""
+    """Results by part. They are saved in ``path``, unless it is None. A recorded result stays until the part runs
+    again, on any machine and at any commit."""
 
     machine: Machine
     sizes: Sizes
     path: Path | None
     results: dict[str, Result] = field(default_factory=dict)
-    done: set[str] = field(default_factory=set)  # parts that this call, or the one that it goes on with, has run
+    done: set[str] = field(default_factory=set)  # parts that this call has run, or the earlier call that it continues
 
     @property
     def tried(self) -> bool:
-        """Without GPUs."""
+        """Whether the run only tries the script, without GPUs."""
         return not self.machine.has_gpus
 
     def read(self) -> None:
-        """Take over what is recorded. Raises OtherRunError."""
+        """Read the recorded results. Raises OtherRunError."""
         if self.path is None or not self.path.exists():
             return
         try:
@@ -68,7 +68,7 @@ class Run:
             result.checks = [(what, good) for what, good in result.checks]
 
     def go_on(self) -> None:
-        """What was run on this machine at this commit need not be run again."""
+        """Continue: parts that have run on this machine at this commit are done."""
         here = commit(), self.words
         self.done = {name for name, one in self.results.items() if (one.commit, one.machine) == here and has_run(one)}
 
@@ -79,7 +79,7 @@ class Run:
         )
 
     def keep(self, part: Part, result: Result) -> None:
-        """Record ``result``, unless it says only that the part could not run here, and more is known of it."""
+        """Record ``result``. If the part could not run here, a recorded result of an earlier run stays."""
         self.done.add(part.name)
         known = self.results.get(part.name)
         if known is None or has_run(result) or not has_run(known):
@@ -93,7 +93,8 @@ class Run:
         write_whole(self.path, json.dumps(content, indent=1) + "\n")
 
     def to_come(self) -> list[Part]:
-        """Those that another call runs: first what has never run, then what ran elsewhere or at another commit."""
+        """The parts that have yet to run. Those that never ran are first, then those that ran elsewhere or at another
+        commit."""
         left = [part for part in PARTS if part.name not in self.done]
         return sorted(left, key=lambda part: part.name in self.results and has_run(self.results[part.name]))
 
@@ -106,7 +107,7 @@ def has_run(result: Result) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """At once or not at all: a run may be ended at any time."""
+    """Write the file as a whole or not at all, because a run may end at any time."""
     path.parent.mkdir(exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -117,8 +118,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def run_parts(run: Run, parts: Sequence[Part], seconds: float, say: Callable[[Part, Result], None]) -> None:
-    """Run ``parts`` for ``seconds`` at most; each result is kept and saved as soon as it is there. A part that the end
-    of the time cuts short leaves none."""
+    """Run ``parts`` for at most ``seconds``. Each result is saved when its part ends. A part that is cut short by the
+    end of the time leaves no result."""
     ends = time.monotonic() + seconds
     for part in parts:
         result = _result(run, part, ends - time.monotonic())
@@ -150,7 +151,7 @@ def _result(run: Run, part: Part, left: float) -> Result | None:
 
 
 def work_of(part: Part, machine: Machine, sizes: Sizes, seconds: float, send: Callable[[Any], None]) -> None:
-    """Do the part's work; ``send`` gets its result whenever that changes."""
+    """Do the part's work. ``send`` gets the result after each change, and at the end."""
     bench = Bench(machine, sizes, time.monotonic() + seconds, part.one_gpu, send)
     try:
         part.work(bench)
@@ -164,7 +165,7 @@ def work_of(part: Part, machine: Machine, sizes: Sizes, seconds: float, send: Ca
 
 
 def commit() -> str:
-    """Of the sources; with a mark where they have changed since."""
+    """The commit of the sources, with a "+" if they have changed since. "" without git."""
     found = ""
     with contextlib.suppress(OSError):
         git = ["git", "-C", str(Path(__file__).resolve().parents[2])]

@@ -31,8 +31,9 @@ from gpu_day.parts import (
 
 
 class Part(NamedTuple):
-    """``deadline``: in seconds, after which it is ended; ``gpus``: how many it needs, ``most`` how many there may be;
-    ``cuda``: whether it means nothing on a CPU; ``one_gpu``: whether its ranks share the first GPU."""
+    """One part. ``deadline``: seconds after which it is killed. ``gpus``: how many it needs at least; ``most``: how
+    many the machine may have at most. ``cuda``: whether it runs only on CUDA. ``one_gpu``: whether its ranks share the
+    first GPU."""
 
     name: str
     title: str
@@ -45,13 +46,13 @@ class Part(NamedTuple):
     packages: tuple[str, ...] = ()
 
     def reason_not_to_run(self, machine: Machine) -> str:
-        """Why it cannot run here; "" where it can."""
+        """Why the part cannot run on this machine; "" if it can."""
         if machine.gpus < self.gpus:
-            return f"needs {self.gpus} GPUs, and there {'is' if machine.gpus == 1 else 'are'} {machine.gpus}"
+            return f"needs {self.gpus} GPUs; this machine has {machine.gpus}"
         if self.most is not None and machine.gpus > self.most:
             return f"for a machine with {self.most} GPU; this one has {machine.gpus}"
         if self.cuda and not machine.has_gpus:
-            return "needs a GPU: on a CPU there is nothing of it"
+            return "needs a GPU"
         missing = [package for package in self.packages if not outside.is_installed(package)]
         return f"needs {', '.join(missing)}, which is not installed" if missing else ""
 
@@ -95,7 +96,7 @@ PARTS: tuple[Part, ...] = (
     Part("overlap", "What safety costs", 30.0, overlap.run),
     Part("overlap_mps", "What safety costs, under MPS", 60.0, overlap.under_mps, most=1, cuda=True),
     Part("exposed", "Exposed communication", 70.0, exposed.run, cuda=True),
-    # Sockets are slow enough that what overlap hides can be seen, and on one GPU contexts take turns.
+    # Transfers over sockets are slow enough to show what overlap hides. On one GPU, contexts take turns.
     Part("one_gpu_race", "The deallocation race, two ranks on one GPU", 40.0, race.run, 2, cuda=True, one_gpu=True),
     Part("one_gpu_release", "Releases, two ranks on one GPU", 20.0, release.run, 2, cuda=True, one_gpu=True),
     Part("one_gpu_steps", "Steps, two ranks on one GPU", 50.0, steps.run, 2, cuda=True, one_gpu=True),
@@ -104,6 +105,6 @@ PARTS: tuple[Part, ...] = (
 
 
 def chosen(names: Iterable[str]) -> list[Part]:
-    """The parts of these names, in the table's order; all where none is named."""
+    """The parts of these names, in the table's order. All parts if no name is given."""
     wanted = set(names)
     return [part for part in PARTS if not wanted or part.name in wanted]

@@ -1,4 +1,5 @@
-"""Kernels that a process has not loaded: what launches one waits until the device is idle, receives included."""
+"""Kernels that a process has not loaded. The first launch of one waits until the device is idle, also for its
+receives."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from megatron_pp.testing.toy import ToyBlock
 
-# Of torch's own binaries; others, such as ``torch.special.i0e``, are compiled when they are launched first.
+# Kernels of torch's own binaries. Others, such as ``torch.special.i0e``, are compiled at their first launch.
 _FUNCTIONS = (
     *("erfinv", "lgamma", "expm1", "log1p", "acosh", "asinh", "atanh", "sinh", "cosh", "tan", "atan", "erfc", "erf"),
     *("log2", "log10", "asin", "acos", "frac", "trunc", "ceil"),
@@ -19,7 +20,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 class Launches:
-    """Launches of kernels that nothing else here runs, each once: ``launch()`` takes the next."""
+    """Launches each of some kernels once. Nothing else here runs them. ``launch()`` takes the next one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,14 +32,14 @@ class Launches:
 
 
 def kernels() -> Iterator[tuple[Callable[[torch.Tensor], Any], torch.dtype]]:
-    """In an order that is the same in every process."""
+    """The kernels, in an order that is the same in every process."""
     for dtype, name in product(_DTYPES, _FUNCTIONS):
         yield getattr(torch, name), dtype
 
 
 class LaunchingBlock(ToyBlock):
-    """A stage that launches what is not loaded in the forwards and backwards whose numbers, from 0, ``forwards`` and
-    ``backwards`` have."""
+    """A stage that launches new kernels in some forwards and backwards. ``forwards`` and ``backwards`` are their
+    numbers, from 0."""
 
     def __init__(
         self, stage: int, hidden: int, launches: Launches, forwards: frozenset[int], backwards: frozenset[int]

@@ -1,8 +1,8 @@
-"""Steps of fresh processes, in which CUDA has loaded no kernel: under the default plan, which posts receives so that no
-operation that waits for the device can hang, and under ``device_sync=False``, whose plans may hang.
+"""First steps of fresh processes, in which CUDA has loaded no kernel. They run under the default plan, which posts
+receives so that no operation that waits for the device can hang, and under ``device_sync=False``, whose plans may hang.
 
-The reading of the first hang on a GPU says that ``device_sync=False`` hangs where two first launches wait for each
-other's messages, and that the default plan never does. This part can refute both.
+The explanation of the first hang on a GPU is: ``device_sync=False`` hangs if two first launches wait for each other's
+messages, and the default plan never hangs. This part can refute both.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from megatron_pp.testing.toy import TOY_SCHEDULES
 
 MODES: dict[str, dict[str, Any]] = {"default": {}, "device_sync=False": {"device_sync": False}}
 TIMEOUTS = {"p2p_timeout": 12.0, "compute_timeout": 15.0}
-SECONDS = 60.0  # of one run, process starts included
-AT_ONCE = 4  # pairs of processes
+SECONDS = 60.0  # limit of one run, with the start of its processes
+AT_ONCE = 4  # runs at the same time
 NOT_REACHED = "not reached"
-_FIRST = ("gis_h", "pipe_offload", "v_min", "1f1b_v", "1f1b", "interleaved_1f1b")  # where a model of the device hangs
+# Schedules that hang on a model of the device.
+_FIRST = ("gis_h", "pipe_offload", "v_min", "1f1b_v", "1f1b", "interleaved_1f1b")
 
 
 def run(bench: Bench, size: int = 2) -> None:
     names = sorted(bench.sizes.schedules or TOY_SCHEDULES, key=lambda name: name not in _FIRST)
     jobs = [(name, mode) for mode in MODES for name in names]
-    workers = AT_ONCE if bench.machine.has_gpus else 1  # processes are forked on a CPU, which threads do not go with
+    # On a CPU processes are forked, which does not work with threads.
+    workers = AT_ONCE if bench.machine.has_gpus else 1
     found = outside.at_once([partial(_said, bench, size, *job) for job in jobs], workers)
     said = dict(zip(jobs, found, strict=True))
     reached = [name for name in names if said[name, "default"] != NOT_REACHED]
@@ -41,7 +43,7 @@ def run(bench: Bench, size: int = 2) -> None:
 
 
 def _said(bench: Bench, size: int, name: str, mode: str) -> str:
-    """How the first step of fresh processes ended."""
+    """The outcome of the first step of fresh processes."""
     if bench.left < 2.0:
         return NOT_REACHED
     fields = {**ranks.OVERLAP, **MODES[mode], **TIMEOUTS}

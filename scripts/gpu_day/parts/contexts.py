@@ -1,4 +1,4 @@
-"""Memory of each process, as NVML has it, and on how many devices each has a CUDA context."""
+"""Memory of each process as NVML reports it, and the devices on which each process has a CUDA context."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.pipeline import run_rank
 
 _QUERY = ("--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits")
-WATCHED_SECONDS = 1.0  # in which the threads of the guard and of tracing have asked their events
+WATCHED_SECONDS = 1.0  # long enough for the threads of the guard and of tracing to query their events
 
 
 def run(bench: Bench) -> None:
@@ -41,7 +41,7 @@ def run(bench: Bench) -> None:
 
 
 def _memory(listed: str) -> list[tuple[int, str, float]]:
-    """(process, GPU, MiB) of each line of nvidia-smi's."""
+    """(process, GPU, MiB) of each line of nvidia-smi's output."""
     found = []
     for line in listed.splitlines():
         pid, gpu, mib = (cell.strip() for cell in line.split(","))
@@ -64,6 +64,6 @@ def _rank(rank: int, size: int, device: torch.device) -> dict[str, Any]:
         "allocated": torch.cuda.memory_allocated(device) / 2**20,
         "reserved": torch.cuda.memory_reserved(device) / 2**20,
     }
-    dist.barrier()  # nobody ends before the query
+    dist.barrier()  # no rank ends before the query
     communicator.transport.close()
     return found

@@ -1,4 +1,4 @@
-"""Communication that a step leaves exposed, by CUDA events, of this engine, Megatron's and torch's."""
+"""The exposed communication of a step, measured by CUDA events, under this engine, Megatron's and torch's."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gpu_day.ranks import transfer_seconds
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.toy import toy_config
 
-SCHEDULES = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2}  # and their chunks on a rank
+SCHEDULES = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2}  # schedule -> chunks of a rank
 MICROBATCHES = 8
 OURS = "ours"
-OVER_BOUND, OVER_PEER = 1.05, 1.03  # what is wanted of ours, up to transfers as long as a forward
+OVER_BOUND, OVER_PEER = 1.05, 1.03  # our limits, for transfers up to the length of a forward
 
 
 def run(bench: Bench) -> None:
@@ -45,7 +45,7 @@ def run(bench: Bench) -> None:
         f"overlapped as far as the order of compute allows. Beside ours: {', '.join(peers) or 'no engine installed'}."
     )
     if bench.shares:
-        bench.text("Two ranks take turns on one GPU here, which no bound knows of: numbers, and no verdict.")
+        bench.text("Two ranks take turns on one GPU here. The bound does not include that, so there is no verdict.")
     bench.table(["setting", "MiB", "transfer / F", "engine", "ms", "exposed ms", "over bound", "peak MiB"], rows)
 
 
@@ -69,7 +69,8 @@ def _rows(bench: Bench, work: Work, sweep: Sweep, per_rank: list[dict[str, Any]]
 
 
 def _rank(rank: int, size: int, device: torch.device, works: list[Work], sweep: Sweep) -> list[dict[str, Any]]:
-    """For each work: the transfer's own seconds, and of each engine milliseconds and the most bytes."""
+    """For each work: the seconds of one transfer, and for each engine the milliseconds of its steps and the peak
+    bytes."""
     torch.set_default_device(device)
     found = []
     communicator = P2PCommunicator(dist.group.WORLD, toy_config())

@@ -1,4 +1,5 @@
-"""Each rank in turn raises, and is killed: every other rank raises, soon, and says where."""
+"""Each rank in turn raises an error, and each is killed. Every other rank must soon raise an error that names the
+place."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from testkit.faults.fault_scenarios import Episode
 from testkit.rank_processes import RanksTimedOutError
 
 MOST_RANKS = 4
-SLACK = 20.0  # seconds more on CPU cores that others use, too
+SLACK = 20.0  # more seconds on CPU cores that other programs use too
 
 
 def run(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""How fast each pair of GPUs exchanges, by CUDA events; on one GPU, a link of a chosen rate between its two ranks."""
+"""The transfer rate of each pair of GPUs, by CUDA events. On one GPU, a link of a chosen rate between two ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from gpu_day.ranks import synchronize
 REPEATS = 5
 NVLINK_GB_PER_SECOND = 30.0  # PCIe 4.0 x16 moves 25
 RATE_MBIT = 4000.0
-SHAPED = (0.5, 1.1)  # of the rate, which a message of some megabytes should come to
+SHAPED = (0.5, 1.1)  # share of the chosen rate that a message of some megabytes should reach
 
 
 def pairs(bench: Bench) -> None:
-    """Every pair, one way and both ways at once."""
+    """Measure every pair of GPUs, one way and both ways at once."""
     size, num_bytes = bench.machine.gpus, int(bench.sizes.megabytes * 2**20)
     found = bench.ranks(_exchange, num_bytes, size=size)
     topology = outside.nvidia_smi("topo", "-m")
@@ -48,8 +48,9 @@ def _pairs(size: int) -> list[tuple[int, int]]:
 def _exchange(
     rank: int, size: int, device: torch.device, num_bytes: int
 ) -> dict[tuple[int, int], tuple[float, float, float]]:
-    """Of each pair of this rank's: how many elements are wrong, and a message's least seconds, one way and both."""
-    dist.all_reduce(torch.zeros(1, device=device))  # all ranks join before two of them exchange alone
+    """For each pair with this rank: the number of wrong elements, and the least seconds of a message one way and both
+    ways."""
+    dist.all_reduce(torch.zeros(1, device=device))  # all ranks make the communicator before two of them exchange
     out, into = (torch.full((num_bytes // 4,), float(value), device=device) for value in (rank, -1))
     found = {}
     for one, other in _pairs(size):
@@ -75,7 +76,7 @@ def _least_seconds(ops: list[Any], device: torch.device) -> float:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Started; what it gives when called is the seconds since, on the device's stream where there is one."""
+    """A clock that has started. A call returns the seconds since then, on a GPU those of its stream."""
     if device.type != "cuda":
         began = time.perf_counter()
         return lambda: time.perf_counter() - began
@@ -92,7 +93,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 
 def _link(topology: str, one: int, other: int) -> str:
-    """What the table of ``nvidia-smi topo -m`` has for two GPUs, such as NV18, PIX, SYS; "" where it has nothing."""
+    """The entry of two GPUs in the table of ``nvidia-smi topo -m``, such as NV18, PIX, SYS; "" if there is none."""
     match = re.search(rf"^GPU{one}\s+(.*)$", topology, re.MULTILINE)
     cells = match[1].split() if match else []
     return cells[other] if other < len(cells) else ""
@@ -102,14 +103,14 @@ def _link(topology: str, one: int, other: int) -> str:
 
 
 def shaped(bench: Bench) -> None:
-    """Two ranks on one GPU, whose messages go over a link of a chosen rate: what NVLink hides can be seen there."""
+    """Measure a link of a chosen rate between two ranks on one GPU. Such a link shows what NVLink hides."""
     num_bytes = int(bench.sizes.megabytes * 2**20)
     try:
         with outside.links_of(2, RATE_MBIT) as places:
             found = bench.ranks(_in_namespace, places, num_bytes)
         rate, what = RATE_MBIT / 8e3, f"a link shaped to {RATE_MBIT / 8e3:g} GB/s"
     except BenchmarkError as reason:
-        bench.text(f"Links cannot be shaped here ({reason}): sockets of the loopback, as they are.")
+        bench.text(f"Links cannot be shaped here ({reason}), so the ranks use unshaped sockets of the loopback.")
         found, rate, what = bench.ranks(_one_message, num_bytes), 0.0, "the loopback's sockets"
     wrong, seconds = (max(one[k] for one in found) for k in range(2))
     measured = num_bytes / seconds / 1e9
@@ -121,14 +122,14 @@ def shaped(bench: Bench) -> None:
 
 
 def _in_namespace(rank: int, size: int, device: torch.device, places: list[Any], num_bytes: int) -> list[float]:
-    """A group of its own, whose connections are made inside of the rank's network namespace."""
+    """``_one_message`` in the rank's network namespace. The group is new, so its connections are made there."""
     places[rank].enter()
     os.environ["NCCL_SOCKET_IFNAME"] = places[rank].interface
     return _one_message(rank, size, device, num_bytes)
 
 
 def _one_message(rank: int, size: int, device: torch.device, num_bytes: int) -> list[float]:
-    """How many elements arrive wrong, and the least seconds of a message from rank 0 to rank 1."""
+    """The number of elements that arrive wrong, and the least seconds of a message from rank 0 to rank 1."""
     group = dist.new_group(list(range(size)))
     tensor = torch.full((num_bytes // 4,), 1.0 - rank, device=device)
     best = float("inf")

@@ -1,5 +1,5 @@
 """Interleaved steps of Megatron-core's GPT with the distributed optimizer and overlapped collectives, TP 2, under both
-engines: with its own layers, Transformer Engine's, FP8, and CUDA graphs of layers. And how long steps take under
+engines: with Megatron's layers, Transformer Engine's, FP8, and CUDA graphs of layers. Also the time of steps under
 Megatron's own schedules and under ours, in turns on the same GPUs."""
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SCRIPT = "pretrain_gpt_megatron"
 PP, VP, TP = 2, 2, 2
 STEPS = 3
 FP8_SINCE = (8, 9)  # compute capability
-# So that two runs can be equal: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+# Makes two runs equal: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
 _REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
 
 
 class Variant(NamedTuple):
-    """``tolerance``: of losses, relative to Megatron's. ``apart``: each engine trains in processes of its own, since
-    both would capture graphs into Megatron's one record."""
+    """One setting. ``tolerance``: of losses, relative to Megatron's. ``apart``: each engine trains in processes of its
+    own, because both would capture graphs into the same record of Megatron's."""
 
     flags: str
     tolerance: float = 0.0
@@ -53,7 +53,7 @@ def run(bench: Bench, variant: str) -> None:
     flags, tolerance, apart = VARIANTS[variant]
     size = PP * TP * (2 if bench.machine.gpus >= 2 * PP * TP else 1)
     replicas = size // (PP * TP)
-    arguments = [*_flags(bench, replicas, PP * VP * (1 if apart else 2)), *flags.split()]  # capture takes its time
+    arguments = [*_flags(bench, replicas, PP * VP * (1 if apart else 2)), *flags.split()]  # capturing graphs takes long
     bench.preload(SCRIPT)
     theirs: list[float] = []
     for connections in CONNECTIONS:
@@ -92,7 +92,8 @@ def _trained(bench: Bench, size: int, connections: str, arguments: list[str]) ->
 
 
 def train(rank: int, size: int, device: torch.device, arguments: list[str]) -> dict[str, Any]:
-    """Losses of all steps, and with ``--compare`` those of Megatron's engine and the largest gradient difference."""
+    """The losses of all steps. With ``--compare`` also those of Megatron's engine, and the largest gradient
+    difference."""
     if "--fp8-format" in arguments and torch.cuda.get_device_capability(device) < FP8_SINCE:
         return {"not run": "FP8 needs a GPU of compute capability 8.9 or newer"}
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(device.index or 0))
@@ -117,7 +118,8 @@ MICROBATCHES = 8
 
 
 def times(bench: Bench) -> None:
-    """PP 2, TP 1: a step of both engines in turns, on the same model and data; every step's gradients are compared."""
+    """Time steps of both engines in turns, on the same model and data, PP 2 and TP 1. The gradients of all steps are
+    compared."""
     hidden, sequence = 4 * max(8, bench.sizes.hidden), max(16, bench.sizes.seq_length)
     bench.preload(SCRIPT)
     rows: list[list[Any]] = []
@@ -143,7 +145,7 @@ def times(bench: Bench) -> None:
 
 
 def timed(rank: int, size: int, device: torch.device, arguments: list[str], rounds: int) -> dict[str, Any]:
-    """Milliseconds of each engine's steps after the first, and the largest difference of a gradient."""
+    """The milliseconds of each engine's steps after the first one, and the largest difference of a gradient."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(device.index or 0))
     script: Any = importlib.import_module(SCRIPT)
     args = script.parse_arguments(arguments)
@@ -160,7 +162,7 @@ def timed(rank: int, size: int, device: torch.device, arguments: list[str], roun
                 began = time.perf_counter()
                 trainers[engine].forward_backward(step)
                 synchronize(device)
-                if step:  # the first warms up
+                if step:  # the first step warms up
                     ms[engine].append(1e3 * (time.perf_counter() - began))
             worst = max(worst, script.largest_difference(*(trainers[engine] for engine in ENGINES)))
             for engine in ENGINES:
@@ -171,6 +173,6 @@ def timed(rank: int, size: int, device: torch.device, arguments: list[str], roun
 
 
 def _relative(ours: list[float], theirs: list[float]) -> float:
-    """The largest difference of a loss; infinite where one is no number."""
+    """The largest relative difference of a loss. Infinite if one is not finite."""
     worst = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
     return worst if worst == worst else float("inf")

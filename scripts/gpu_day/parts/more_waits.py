@@ -1,7 +1,7 @@
 """How often calls of a training step wait for the device: products with a new number of rows (as experts' tokens have),
-allocations that first give cached blocks back, the first operations of communicators, recompilations.
+allocations that first return cached blocks, the first operations of communicators, recompilations.
 
-The share of operations that wait decides how likely two of them wait for each other where receives are posted ahead.
+If receives are posted ahead, the share of operations that wait decides how likely two of them wait for each other.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from benchmarks.stages import cycles_per_ms
 from gpu_day import outside
 from gpu_day.bench import Bench, NotRun
 
-SPIN_MS = 120.0  # of a kernel on another stream
-SHARE = 0.5  # of that time, from which on a call has waited
-GROUP = 40  # products in a row of the table
+SPIN_MS = 120.0  # length of a kernel on another stream
+SHARE = 0.5  # a call that takes this share of that time has waited
+GROUP = 40  # products that are counted together
 ALLOCATORS = {"default": "", "expandable segments": "expandable_segments:True"}
-LIMIT_GIB = 4.0  # of a process's memory, so that an allocation has to give blocks back
+LIMIT_GIB = 4.0  # limit of a process's memory, so that an allocation has to return blocks
 _ROWS = (512, 640, 768)
 
 
@@ -75,7 +75,7 @@ class Clock:
 def _products(
     rank: int, size: int, device: torch.device, count: int, most_rows: int, hidden: int
 ) -> list[tuple[float, float]]:
-    """Milliseconds of each product's call, and of the same again."""
+    """The milliseconds of each product's call, and those of the same call again."""
     clock, draw = Clock(device), random.Random(1)
     weight = torch.ones(hidden, 4 * hidden, device=device, dtype=torch.bfloat16)
     found = []
@@ -87,7 +87,8 @@ def _products(
 
 
 def _retry(rank: int, size: int, device: torch.device) -> tuple[float, str, str]:
-    """Of blocks that another stream has used, too. Milliseconds, whether it waits, and how many retries it took."""
+    """An allocation that returns cached blocks, one of them used by another stream. Its milliseconds, whether it waits,
+    and its retries."""
     clock, quarter = Clock(device), int(LIMIT_GIB * 2**28)
     outside.limit_memory(device, LIMIT_GIB)
     kept = [torch.empty(quarter, dtype=torch.uint8, device=device) for _ in range(3)]
@@ -99,7 +100,7 @@ def _retry(rank: int, size: int, device: torch.device) -> tuple[float, str, str]
 
 
 def _communicators(rank: int, size: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds of each call, by name; of a function that torch compiles, on rank 0."""
+    """The milliseconds of each call, by name: operations of communicators, and a function that torch compiles."""
     clock = Clock(device)
     whole, half = torch.ones(1 << 20, device=device), torch.ones(1 << 19, device=device)
     dist.reduce_scatter_tensor(half, whole)

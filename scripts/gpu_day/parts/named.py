@@ -1,8 +1,8 @@
-"""Two operations that wait for each other's messages: named, in which time, and aborted. Each launches a kernel that is
-not loaded, and has posted a receive whose message the other one's rank sends later.
+"""Two operations that wait for each other's messages. The engine must name them in time, and abort them. Each launches
+a kernel that is not loaded, after a receive was posted whose message the other rank sends later.
 
-Controls: the same launches under the default plan and under ``device_sync=True``, and under Megatron-core's own
-interleaved schedule, whose posting of receives has no such pair of operations.
+Controls are the same launches under the default plan, under ``device_sync=True``, and under Megatron-core's own
+interleaved schedule. In that schedule no two operations wait for each other.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from megatron_pp.testing.toy import reference_run
 RANKS = 2
 P2P_TIMEOUT = 5.0
 TIMEOUTS = {"p2p_timeout": P2P_TIMEOUT, "compute_timeout": 60.0}
-SLACK = 10.0  # seconds from then until the last rank has raised
-PATIENCE = 45.0  # for ranks that do not, starts of processes included
+SLACK = 10.0  # seconds after p2p_timeout until the last rank has raised
+PATIENCE = 45.0  # seconds for ranks that do not raise, with the start of their processes
 MICROBATCHES = 4
 PLANS: dict[str, dict[str, Any]] = {
     "device_sync=False": {"device_sync": False},
@@ -41,7 +41,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "device_sync=True": {"device_sync": True},
 }
 AHEAD = "device_sync=False"
-# Default plans are safe from where lowering has the rule of any wait on.
+# Default plans are safe if lowering has the rule ANY_WAIT.
 SAFE = [name for name in PLANS if name != AHEAD and (name != "default" or "any_wait" in DEVICE_RULES)]
 WORDS = ("operations wait for each other's messages", "F0.2", "B0.1", "device_sync")
 _NONE: frozenset[int] = frozenset()
@@ -69,7 +69,7 @@ def run(bench: Bench) -> None:
 
 
 def _found(bench: Bench, fields: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """What happened on each rank, and what it logged as an error, also where it never left its step."""
+    """The outcome of each rank, and the errors that it logged, also if it never left its step."""
     with tempfile.TemporaryDirectory() as folder:
         seconds = min(P2P_TIMEOUT + PATIENCE, bench.left)
         try:
@@ -86,7 +86,7 @@ def _control(bench: Bench) -> tuple[str, float]:
 
 
 def _two_launches(rank: int, size: int, device: torch.device, fields: dict[str, Any], folder: str) -> dict[str, Any]:
-    """What happened on this rank, and in which time. Errors that it logs go to a file of ``folder``, too."""
+    """The outcome of this rank, and its seconds. Errors that it logs also go to a file of ``folder``."""
     chosen = (frozenset({2}), _NONE) if rank == 0 else (_NONE, frozenset({1}))
     began, step = time.monotonic(), ranks.Step("1f1b", 1, MICROBATCHES, fields)
     with _errors_logged_to(Path(folder) / str(rank)):
@@ -111,7 +111,7 @@ def _errors_logged_to(path: Path) -> Iterator[None]:
 
 
 def launching_alone(rank: int, size: int, device: torch.device, step: ranks.Step, who: int) -> str:
-    """Rank ``who`` alone launches what it has not loaded, in every operation of a step after the first ones."""
+    """A step after the first ones, in which only rank ``who`` launches new kernels, in each of its operations."""
     chosen = (_ALL, _ALL) if rank == who else (_NONE, _NONE)
     return _after_warm_up(rank, size, device, step, chosen)[0]
 
@@ -119,8 +119,8 @@ def launching_alone(rank: int, size: int, device: torch.device, step: ranks.Step
 def _after_warm_up(
     rank: int, size: int, device: torch.device, step: ranks.Step, chosen: tuple[frozenset[int], frozenset[int]]
 ) -> tuple[str, float]:
-    """How a step's gradients differ in which this rank launches new kernels in the forwards and backwards ``chosen``,
-    and when it began. What it raises has that as ``began``."""
+    """Run a step in which this rank launches new kernels in the forwards and backwards ``chosen``. Returns how its
+    gradients differ, and when it began. An exception has that time in ``began``."""
     config, data, launches = step.config(), step.data(device), Launches(device)
     assert dist.group.WORLD is not None
     transport = group_transport(dist.group.WORLD)
@@ -130,7 +130,7 @@ def _after_warm_up(
         return lambda stage: LaunchingBlock(stage, step.hidden, launches, *which).to(device)
 
     whole = reference_run(size * step.chunks, data, block=block((_NONE, _NONE)))
-    for _ in range(2):  # all else is loaded
+    for _ in range(2):  # loads all other kernels
         run_rank(rank, size, step.chunks, data, config, communicator, block=block((_NONE, _NONE)), prepare=step.prepare)
     ranks.synchronize(device)
     dist.barrier()
@@ -147,7 +147,7 @@ def _after_warm_up(
 
 
 def _megatrons(rank: int, size: int, device: torch.device) -> str:
-    """Both ranks launch new kernels, under Megatron-core's schedule with overlap."""
+    """The outcome if both ranks launch new kernels under Megatron-core's schedule with overlap."""
     work = Work("interleaved_1f1b", size, 2, MICROBATCHES, (64, 1, 64))
     chosen = (frozenset({2}), _NONE) if rank == 0 else (_NONE, frozenset({1}))
     launches = Launches(device)

@@ -1,4 +1,4 @@
-"""Steps that copy activations to the host and back: their gradients, and the memory that they save."""
+"""The gradients of steps that copy activations to the host and back, and the memory that they save."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _rank(rank: int, size: int, device: torch.device, seq_length: int, hidden: i
         config, data, block = step.config(), step.data(device), step.block(device)
         communicator = P2PCommunicator(dist.group.WORLD, config, transport)
         one_step = partial(run_rank, rank, size, step.chunks, data, config, communicator, block=block)
-        mine = one_step()  # makes channels and pinned memory, too
+        mine = one_step()  # also makes channels and pinned memory
         if device.type == "cuda":
             found["peak"][name] = outside.peak_mib(device, one_step)
         whole = reference_run(size * step.chunks, data, block=block)

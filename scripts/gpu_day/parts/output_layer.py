@@ -1,4 +1,5 @@
-"""A step whose output layer is split over all ranks, beside the same model with the whole layer in one process."""
+"""A step whose output layer is split over all ranks, compared with the same model in one process with the whole
+layer."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from megatron_pp.testing.toy import HIDDEN, ToyBlock, toy_config
 
 SCHEDULES = ("vocab_1f1b", "vocab_1f1b_alg1")
 SEQ, BATCH, VOCAB, MICROBATCHES = 3, 2, 11, 4
-TOLERANCE = 1e-10  # of float64: the sums over the vocabulary have another order
+TOLERANCE = 1e-10  # in float64; sums over the vocabulary have another order
 
 
 class Stage(torch.nn.Module):
-    """A block, and the rank's rows of the output layer."""
+    """A block of the model, and the rank's rows of the output layer."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         super().__init__()
@@ -57,7 +58,8 @@ def _rank(rank: int, size: int, device: torch.device) -> dict[str, float]:
 
 
 def _difference(schedule: str, rank: int, size: int, device: torch.device) -> float:
-    """The largest of this rank's gradients from the whole model's, relative to the largest of each."""
+    """The largest difference between a gradient of this rank and the whole model's, relative to the gradient's largest
+    element."""
     config = toy_config(pipeline_dtype=torch.float64, pipeline_schedule=schedule, overlap_p2p_comm=True)
     stage = Stage(rank, size, device)
 
@@ -85,7 +87,7 @@ def _difference(schedule: str, rank: int, size: int, device: torch.device) -> fl
 
 
 def _whole(size: int, device: torch.device) -> tuple[torch.Tensor, list[ToyBlock]]:
-    """The gradient of the whole output layer, and the blocks with theirs."""
+    """The gradient of the whole output layer, and the blocks with their gradients, from one process."""
     blocks = [ToyBlock(stage).double().to(device) for stage in range(size)]
     weight = _weight().to(device).requires_grad_()
     for x, labels in _batches(device):

@@ -1,4 +1,5 @@
-"""What safety costs: steps freed at once, waited at once and as ours, beside what the simulator predicts."""
+"""The cost of safe releases: steps that free without waiting, steps that wait at once, our steps, and the simulator's
+predictions."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.simulate.simulator import simulate
 
 MICROBATCHES = 8
-COST = 1.05  # of the unsafe floor; 1.03 is wanted, and timings differ by a percent
-SHARED_COST = 1.25  # where two ranks take turns on a GPU, or on the cores of a CPU
-TRIES_ON_CPU = 5  # its cores may be busy with other things meanwhile
+COST = 1.05  # limit relative to steps that free without waiting; 1.03 is the aim, and timings vary by a percent
+SHARED_COST = 1.25  # the limit if two ranks take turns on a GPU, or on the cores of a CPU
+TRIES_ON_CPU = 5  # its cores may be busy with other programs
 
 
 def under_mps(bench: Bench) -> None:
-    """Two processes of one GPU, whose kernels run at the same time, rather than in turns."""
+    """Run this part with two processes that share one GPU by MPS: their kernels run at the same time, not in turns."""
     if not bench.machine.has_gpus:
         raise NotRun("there is no GPU to share")
     try:
@@ -74,13 +75,13 @@ def run(bench: Bench, environment: dict[str, str] | None = None) -> None:
     rows = [[name, 1e3 * min(seconds[name]), medians[name], simulated[name], peaks[name]] for name in VARIANTS]
     bench.table(["variant", "ms (min)", "ms (median)", "simulated ms", "peak MiB"], rows)
     if bench.shares and environment is None:
-        bench.text("Two ranks take turns on one GPU here, which the simulation knows nothing of.")
+        bench.text("Two ranks take turns on one GPU here. The simulation does not include that.")
 
 
 def _rank(
     rank: int, size: int, device: torch.device, megabytes: float, forward_ms: float, rounds: int
 ) -> dict[str, Any]:
-    """Seconds of each variant's steps, and of one transfer; on a GPU, the most MiB."""
+    """The seconds of each variant's steps and of one transfer, and on a GPU the peak MiB."""
     setting = _setting(size, megabytes, forward_ms, rounds)
     work = setting.work
     stages = (BusyStage, CopyingBusyStage) if device.type == "cuda" else ()
@@ -98,8 +99,8 @@ def _setting(size: int, megabytes: float, forward_ms: float, rounds: int) -> Set
 
 
 def _simulated(setting: Setting, transfer: float) -> dict[str, float]:
-    """Milliseconds of each variant's step, where each rank has a GPU of its own. What frees at once copies within its
-    compute, and never waits: as long as ours."""
+    """The simulated milliseconds of each variant's step, if each rank has its own GPU. The variant that frees at once
+    copies within its compute and never waits, so it takes as long as ours."""
     plan = build_plan(setting.work.spec())
     costs, network = setting.sweep.costs(setting.work), network_of(setting.work, transfer)
     ours, at_once = (1e3 * simulate(one, costs, network).makespan for one in (plan, wait_at_once(plan)))

@@ -1,4 +1,5 @@
-"""Pairs of a mixture of experts: by CUDA events, a pair's forward and backward run at the same time."""
+"""Overlapped pairs of a mixture of experts. CUDA events must show that a pair's forward and backward run at the same
+time."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from megatron_pp.features.pairs.pair_runner import HalfCall, in_turn, on_two_str
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.pipeline import run_rank
 
-RANKS, MICROBATCHES = 2, 8  # of a pipeline
-SHARED = 0.5  # of the shorter half, which has to run beside the other one
+RANKS, MICROBATCHES = 2, 8  # of each pipeline
+SHARED = 0.5  # share of the shorter half that must run beside the other half
 RUNS = {"in turn": in_turn, "on two streams": on_two_streams}
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to the ranks of ``group``, as many to each; their gradients come back the same way."""
+    """Sends an equal number of rows to each rank of ``group``. Their gradients return the same way."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -40,8 +41,8 @@ def _exchanged(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 class Experts(torch.nn.Module):
-    """A layer of an expert on each rank of ``group``: tokens go there and back. Before it, a layer that keeps the
-    device busy, in place of attention."""
+    """A layer with one expert on each rank of ``group``: tokens go to the experts and back. A layer before it keeps the
+    device busy in place of attention."""
 
     def __init__(self, stage: int, hidden: int, group: Any, device: torch.device, forward_ms: float) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class Experts(torch.nn.Module):
 
 
 class TimedPairs:
-    """``run`` with an event before and after each half, on the stream where the half runs."""
+    """``run``, with an event before and after each half on the stream where the half runs."""
 
     def __init__(self, run: Callable[[HalfCall, HalfCall], Any]) -> None:
         self.run = run
@@ -72,7 +73,8 @@ class TimedPairs:
         self.run(forward_call, backward_call)
 
     def shares(self) -> list[float]:
-        """Of each pair, how much of its shorter half ran beside the other one; negative where none did."""
+        """For each pair, the share of its shorter half that ran beside the other half. Negative if they did not
+        overlap."""
         found = []
         for halves in self.pairs:
             origin = halves[0][0]
@@ -115,7 +117,7 @@ def run(bench: Bench) -> None:
 
 
 def _rank(rank: int, size: int, device: torch.device, seq_length: int, hidden: int, forward_ms: float) -> Any:
-    """Ranks of one pipeline stage hold its experts."""
+    """The shares of this rank's pairs, and whether gradients are equal. The ranks of a stage hold its experts."""
     experts = size // RANKS
     stages = [dist.new_group([stage * experts + k for k in range(experts)]) for stage in range(RANKS)]
     pipelines = [dist.new_group([stage * experts + k for stage in range(RANKS)]) for k in range(experts)]
@@ -131,7 +133,7 @@ def _rank(rank: int, size: int, device: torch.device, seq_length: int, hidden: i
         def block(number: int) -> torch.nn.Module:
             return Experts(number, hidden, group, device, forward_ms)
 
-        for _ in range(2):  # the first makes channels, and warms up
+        for _ in range(2):  # the first step makes channels and warms up
             pairs.pairs.clear()
             result = run_rank(stage, RANKS, 2, step.data(device), config, communicator, block=block)
         ranks.synchronize(device)

@@ -1,4 +1,4 @@
-"""The deallocation race (docs/race.md), and what its cases can tell."""
+"""The deallocation race (docs/race.md), and what its cases show."""
 
 from __future__ import annotations
 

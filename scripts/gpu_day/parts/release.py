@@ -1,4 +1,5 @@
-"""Does the release of an output stall the compute stream? The control, which waits at once, has to."""
+"""Checks that the release of an output does not stall the compute stream. The control waits at once, and must stall
+it."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class SleepSteps:
 
 
 class WaitsAtOnce(PlanExecutor):
-    """The control: waits on every output's send as soon as it is posted."""
+    """The control, which waits for every output's send as soon as it is posted."""
 
     def _send_f(self, at: Task) -> None:
         super()._send_f(at)
@@ -57,7 +58,8 @@ class WaitsAtOnce(PlanExecutor):
 
 
 class StreamClock:
-    """An observer that marks the compute stream before the first and after the last forward, and around RELEASEs."""
+    """An observer that records events on the compute stream before the first and after the last forward, and around
+    FREE_F."""
 
     def __init__(self, last_forward: int) -> None:
         self.last_forward = last_forward
@@ -85,7 +87,7 @@ class StreamClock:
 def _rank(
     rank: int, size: int, device: torch.device, num_bytes: int, forward_ms: float, late: float
 ) -> dict[str, dict[str, float]]:
-    """Rank 0 sends four outputs to a late receiver. Milliseconds on its compute stream and host."""
+    """Rank 0 sends four outputs to a late receiver. Returns the milliseconds on its compute stream and on its host."""
     shape = (max(1, num_bytes // 4 // 256), 1, 256)
     plan = build_plan(PlanSpec("1f1b", 2, 1, 4, forward_only=True, release_after=1))
     communicator = P2PCommunicator(dist.group.WORLD, SimpleNamespace(pipeline_dtype=torch.float32))

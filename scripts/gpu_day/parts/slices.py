@@ -1,4 +1,4 @@
-"""Sequences in slices whose blocks are recomputed: in its backward a block asks again which slice it computes."""
+"""Sequences in slices whose blocks are recomputed. In its backward a block reads again which slice it computes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import ToyBlock, gradients_of, toy_forward_step
 
 SLICES, MICROBATCHES = 4, 4
-SCHEDULES = {"seq_1f1b": 1, "interleaved_seq_1f1b": 2}  # and their chunks on a rank
+SCHEDULES = {"seq_1f1b": 1, "interleaved_seq_1f1b": 2}  # schedule -> chunks of a rank
 
 
 class CausalBlock(ToyBlock):
-    """A stage of the toy model on the mean of all tokens so far; slices pass theirs on, as keys and values."""
+    """A stage of the toy model on the mean of all tokens so far. Slices pass their tokens on, as with keys and
+    values."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part, seen = sequence_slice(), x
@@ -38,7 +39,7 @@ class CausalBlock(ToyBlock):
 
 class RecomputedBlock(CausalBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # What is computed again is compared by its gradients.
+        # Recomputed tensors are compared by their gradients.
         return checkpoint(super().forward, x, use_reentrant=False, determinism_check="none")  # type: ignore[no-any-return]
 
 

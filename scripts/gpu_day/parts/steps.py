@@ -1,4 +1,4 @@
-"""Steps of the toy model: the gradients of one process, to the last bit, whatever the schedule and the policy."""
+"""Steps of the toy model under every schedule and policy. Gradients must equal those of one process to the last bit."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from gpu_day.parts import named
 EIGHT = 8
 FIRST = ("interleaved_1f1b", "gis_h", "breadth_first")
 ALONE_TIMEOUT = 10.0  # p2p_timeout
-VARIABLE = {"1f1b": 1, "interleaved_1f1b": 2, "zb_v": 2}  # schedules, and their chunks on a rank
+VARIABLE = {"1f1b": 1, "interleaved_1f1b": 2, "zb_v": 2}  # schedule -> chunks of a rank
 
 
 def run(bench: Bench) -> None:
-    """Also at four ranks: there each rank has channels that its neighbours know nothing of."""
+    """Compare steps of two ranks, and of four ranks: there each rank has channels that its neighbours do not share."""
     for size, debug in ((2, False), (2, True), (4, False)):
         mode = "in debug mode" if debug else "without debug mode"
         _compared(bench, ranks.steps_of(bench.sizes.schedules, tuple(ranks.POLICIES), 4, p2p_debug=debug), size, mode)
 
 
 def first(bench: Bench) -> None:
-    """New processes, in which CUDA has loaded no kernel, begin with schedules that post receives ahead. Later, with
-    receives posted as early as under ``device_sync=False``, one rank alone launches new kernels: it goes on."""
+    """New processes, in which CUDA has loaded no kernel, begin with schedules that post receives ahead. Then, under
+    ``device_sync=False``, whose receives are posted earlier, one rank alone launches new kernels. It must not hang."""
     for schedule in FIRST:
         steps = ranks.steps_of((schedule,), ("overlap",), 4, bench.sizes.seq_length, bench.sizes.hidden)
         _compared(bench, steps, 2, f"{schedule} is the first")
@@ -34,12 +34,12 @@ def first(bench: Bench) -> None:
 
 
 def eight(bench: Bench) -> None:
-    """Messages overlap at eight ranks with every schedule."""
+    """Compare steps of eight ranks under every schedule, with overlap."""
     _compared(bench, ranks.steps_of(bench.sizes.schedules, ("overlap",), EIGHT), EIGHT, "a GPU for each rank")
 
 
 def variable(bench: Bench) -> None:
-    """Lengths of sequences differ from microbatch to microbatch, so that shapes are exchanged."""
+    """Compare steps whose sequence lengths differ between microbatches, so that ranks exchange shapes."""
     steps = {
         f"{schedule}, {policy}": ranks.Step(schedule, chunks, fields=fields, variable=True)
         for schedule, chunks in VARIABLE.items()

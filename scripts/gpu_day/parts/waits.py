@@ -1,5 +1,5 @@
-"""Which calls of the host wait until the device is idle. Where a receive posted ahead waits for a message that depends
-on what is launched next, such a call never ends: first launches are why first steps post no receive ahead."""
+"""Which calls of the host wait until the device is idle. If a receive is posted ahead, and its message depends on the
+next launch, such a call never ends. First launches are such calls, so first steps post no receive ahead."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from benchmarks.stages import cycles_per_ms
 from gpu_day.bench import Bench, NotRun
 
-SPIN_MS = 300.0  # of a kernel on another stream
-SHARE = 0.5  # of that time, from which on a call has waited
-NEVER = ("allocation", "again", "pinned memory", "stream and event")  # what steps after the first rely on
+SPIN_MS = 300.0  # length of a kernel on another stream
+SHARE = 0.5  # a call that takes this share of that time has waited
+# Calls that must not wait, on which steps after the first rely.
+NEVER = ("allocation", "again", "pinned memory", "stream and event")
 
 
 def run(bench: Bench) -> None:
@@ -49,7 +50,8 @@ def _rank(rank: int, size: int, device: torch.device) -> list[tuple[str, float]]
 
 
 def _calls(device: torch.device) -> list[tuple[str, Callable[[], Any]]]:
-    """Each after what it needs; a kernel's first launch before its second."""
+    """(name, call) in order: each call comes after those that it needs, and a kernel's first launch before its
+    second."""
     kept: dict[str, torch.Tensor] = {}
 
     def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

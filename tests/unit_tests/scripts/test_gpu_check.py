@@ -83,7 +83,7 @@ def ran(part: Part, machine: Machine = CPU, seconds: float = 60.0, path: Path | 
         (bad, FAIL, ["this does not | at all"]),
         (counted, NUMBERS, []),
         (raises, FAIL, ["ValueError: the part's own"]),
-        (dies, FAIL, ["its process ended before it was through"]),
+        (dies, FAIL, ["its process ended early"]),
         (cannot, NOT_RUN, []),
     ],
 )
@@ -119,10 +119,10 @@ def test_what_the_end_of_the_time_cuts_short_is_still_to_come() -> None:
 @pytest.mark.parametrize(
     ("fields", "machine", "reason"),
     [
-        ({"gpus": 8}, Machine("nccl", 4), "needs 8 GPUs, and there are 4"),
-        ({"gpus": 2}, Machine("nccl", 1), "needs 2 GPUs, and there is 1"),
+        ({"gpus": 8}, Machine("nccl", 4), "needs 8 GPUs; this machine has 4"),
+        ({"gpus": 2}, Machine("nccl", 1), "needs 2 GPUs; this machine has 1"),
         ({"most": 1}, Machine("nccl", 2), "for a machine with 1 GPU; this one has 2"),
-        ({"cuda": True}, CPU, "needs a GPU: on a CPU there is nothing of it"),
+        ({"cuda": True}, CPU, "needs a GPU"),
         ({"packages": ("no_such.package", "torch")}, CPU, "needs no_such.package, which is not installed"),
     ],
 )
@@ -294,7 +294,7 @@ def test_a_part_that_mps_does_not_start_for_is_not_run(
         monkeypatch.setenv("PATH", str(tmp_path))
     result = ran(one(overlap.under_mps), Machine("nccl", 1))
     assert result is not None
-    why = "MPS does not start: refused" if there else "there is no nvidia-cuda-mps-control"
+    why = "MPS did not start: refused" if there else "there is no nvidia-cuda-mps-control"
     assert (result.verdict, result.why) == (NOT_RUN, why)
 
 

@@ -45,7 +45,7 @@ def command(variables: str, *arguments: str, path: str = "") -> str:
         ("MASTER_PORT=65536", "MASTER_PORT is '65536'; it must be a whole number from 1 to 65535"),
         ("NPROC_PER_NODE=0", "NPROC_PER_NODE is '0'"),
         ("MAX_RESTARTS=often", "MAX_RESTARTS is 'often'"),
-        ("SCRIPT=/no/such/file", "SCRIPT is '/no/such/file', which is no file"),
+        ("SCRIPT=/no/such/file", "SCRIPT is '/no/such/file', which is not a file"),
         ("GLOO_SOCKET_IFNAME=eth777", "this node has no interface 'eth777'"),
         (STEP.replace("TASKS=2", "TASKS=4"), "Slurm starts this script 4 times on 2 nodes; it must be once on each"),
         (STEP, "MASTER_ADDR is not set, and Slurm gives no list of nodes"),
