@@ -1,4 +1,4 @@
-# The two commands of the README on a plain Python: trains a GPT through the interleaved pipeline, on the CPU.
+# An image for the two commands of the README. By default it trains a GPT through the interleaved pipeline, on the CPU.
 #
 #   docker build -t megatron-pp .
 #   docker run --rm megatron-pp                   trains
@@ -15,8 +15,8 @@ RUN apt-get update && apt-get install -y --no-install-recommends git && rm -rf /
 WORKDIR /megatron_pp
 COPY . .
 
-# Empty: an environment with the versions of scripts/constraints.txt. A program: that Python, where nothing but the
-# extras without torch is installed.
+# Empty: make an environment with the versions of scripts/constraints.txt. A program: use that Python, and install only
+# the extras that do not need torch.
 ARG MEGATRON_PP_PYTHON=
 ENV MEGATRON_PP_PYTHON=${MEGATRON_PP_PYTHON}
 RUN if [ -n "$MEGATRON_PP_PYTHON" ]; \

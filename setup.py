@@ -19,7 +19,7 @@ def read_version() -> str:
 
 
 def project_urls() -> dict[str, str]:
-    """Addresses for the package index, of the repository that MEGATRON_PP_URL names: whoever publishes knows it."""
+    """Links for the package index. MEGATRON_PP_URL, the repository's address, is set by whoever publishes a release."""
     repository = os.environ.get("MEGATRON_PP_URL", "").rstrip("/")
     pages = {
         "Repository": "",
@@ -37,30 +37,30 @@ EXTRAS = {
     "viz": ["matplotlib"],
     # The plug-in for Megatron-core, and the tests that run inside it.
     "megatron": ["megatron-core>=0.16", "pyyaml", "tqdm"],
-    # Weight gradients of Transformer Engine's layers as a step of their own. Needs CUDA and a compiler.
+    # Transformer Engine, whose layers can delay their weight gradients. Needs CUDA and a compiler.
     "te": ["transformer-engine[pytorch]"],
     # The documentation site; scripts/docs.sh builds it.
     "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"],
-    # What builds and checks a release: scripts/check_wheel.sh.
+    # Packages that build and check a release; scripts/check_wheel.sh uses them.
     "release": ["build>=1.2", "setuptools>=77", "wheel", "twine>=6"],
     "test": [
         *("pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "numpy", "ruff", "mypy", "import-linter"),
-        # Source distribution and wheel, which a test builds.
+        # A test builds the source distribution and the wheel.
         *("build>=1.2", "setuptools>=77", "wheel"),
-        # What the Python of Transformer Engine imports, which scripts/setup_env.sh gets for the tests.
+        # Packages that Transformer Engine's Python imports; scripts/setup_env.sh installs that Python for the tests.
         *("einops", "onnxscript", "pydantic>=2"),
-        "pytest-mock>=3.10",  # Megatron-LM's own tests, where a checkout is given
-        "selenium>=4.10",  # HTML drawings in a headless browser
+        "pytest-mock>=3.10",  # for Megatron-LM's own tests, if a checkout is given
+        "selenium>=4.10",  # opens HTML drawings in a headless browser
     ],
 }
-# apex (its fused weight gradient kernel) is deliberately no extra: the package called `apex` on PyPI is something
-# else. Build it from https://github.com/NVIDIA/apex with its CUDA extensions; megatron_pp looks for it at run time.
+# apex, for its fused weight gradient kernel, is deliberately not an extra: `apex` on PyPI is a different project.
+# Build it from https://github.com/NVIDIA/apex with its CUDA extensions; megatron_pp uses it if it is installed.
 EXTRAS["all"] = sorted({package for name, packages in EXTRAS.items() if name != "te" for package in packages})
 
 setup(
     name="megatron-pp",
     version=read_version(),
-    description="Pipeline-parallel schedules for Megatron-style training: overlapped, verified, given back in time",
+    description="Pipeline-parallel schedules for Megatron-style training, overlapped and verified",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="The megatron_pp authors",
@@ -74,9 +74,9 @@ setup(
     install_requires=[
         # An open range: clusters bring their own torch. The scripts pin one in scripts/constraints.txt.
         "torch>=2.6",
-        # The command line's tables and drawings.
+        # Tables and drawings of the command line.
         "rich>=13",
-        # Types of keyword arguments, as ``typing`` has them from Python 3.11 on; torch needs it too.
+        # Types of keyword arguments, which ``typing`` has only from Python 3.11 on; torch needs this package too.
         "typing_extensions>=4.10",
         # TOML files: settings of the plug-in, and of the training program.
         "tomli; python_version < '3.11'",

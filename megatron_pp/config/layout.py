@@ -71,7 +71,7 @@ def _even_counts(num_layers: int, place: Placement, embedding: bool, loss: bool)
     """The same number of layers for each stage. ``embedding`` and ``loss``: whether each counts as one layer."""
     extra, stages = embedding + loss, place.num_stages
     if (num_layers + extra) % stages:
-        counted = " (with embedding or loss counted as layers)" if extra else ""
+        counted = f" (plus {extra} for embedding and loss)" if extra else ""
         from megatron_pp.config import layout_text
 
         problem = (
