@@ -1,1 +1,1 @@
-"""What `scripts/benchmark.py` measures; one module for each subcommand, and what they share."""
+"""The benchmarks of `scripts/benchmark.py`: one module for each subcommand, and the modules that they share."""

@@ -1,4 +1,5 @@
-"""Every benchmark that runs here, each in a process of its own: one that fails or takes too long ends no other."""
+"""Runs every benchmark that this machine can run, each in a process of its own. If one fails or takes too long, the
+others still run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ PARTS = (
     *("overhead", "tracing", "growth", "memory", "bubble", "prediction", "exposed", "sharded", "overlap", "slices"),
     *("vocabulary", "megatron_steps", "training", "packing", "gpu"),
 )
-NO_DEVICE = 3  # exit code of a benchmark that needs a GPU, where there is none
+NO_DEVICE = 3  # exit code of a benchmark that needs a GPU, on a machine without one
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmark.py"
 QUICK = {"deadline": 600.0}
 _END_SECONDS = 20.0
@@ -26,12 +27,12 @@ _OK, _LEFT_OUT, _INTERRUPTED = "ok", "left out: there is no GPU", "interrupted"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="NAME", help="these alone, in this order")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="NAME", help="only these, in this order")
     parser.add_argument("--deadline", type=float, default=3600.0, help="seconds for each benchmark")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 where all went well, 1 where one did not, 130 after Ctrl-C."""
+    """Returns 0 if all benchmarks ended well, 1 if one did not, 130 after Ctrl-C."""
     if args.out is None:
         raise BenchmarkError("give a folder for the results: --out results")
     names = args.only or list(PARTS)
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_one(name: str, args: argparse.Namespace) -> str:
-    """Run the subcommand; returns one of the outcomes above, or what went wrong."""
+    """Run the subcommand. Returns one of the outcomes above, or how it failed."""
     command = [sys.executable, str(SCRIPT), name, "--out", str(args.out), *(["--quick"] if args.quick else [])]
     process = subprocess.Popen(command, start_new_session=True)
     try:
@@ -70,7 +71,7 @@ def _run_one(name: str, args: argparse.Namespace) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, on which a benchmark removes its namespaces and ranks; then SIGKILL for what is left of its session."""
+    """End a benchmark. On SIGTERM it removes its namespaces and ranks; then SIGKILL ends the rest of its session."""
     if process.poll() is not None:
         return
     process.terminate()

@@ -1,4 +1,4 @@
-"""Sequences as they arrive: lengths drawn from public traces, and microbatches in the order of arrival."""
+"""Sequences in the order of arrival: lengths drawn from public traces, and microbatches that are not reordered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LENGTHS = Path(__file__).with_name("sequence_lengths.csv")
 
 
 def sequence_lengths(trace: str, count: int, seed: int) -> list[int]:
-    """Drawn from the trace's histogram, with equal chances for all lengths of a bucket."""
+    """``count`` lengths, drawn from the trace's histogram. All lengths of a bucket are equally likely."""
     with LENGTHS.open(encoding="utf-8", newline="") as lines:
         buckets = [row for row in csv.DictReader(line for line in lines if line[0] != "#") if row["trace"] == trace]
     chance = random.Random(seed)
@@ -21,6 +21,6 @@ def sequence_lengths(trace: str, count: int, seed: int) -> list[int]:
 
 
 def as_it_arrives(step: PackedStep) -> PackedStep:
-    """The microbatches in the order of their first sequences."""
+    """``step``, with its microbatches in the order of their first sequences."""
     arrival = [min(place for pack in slot.packs for place in pack.sequences) for slot in step.slots]
     return step.ordered(sorted(range(len(arrival)), key=arrival.__getitem__))

@@ -1,4 +1,4 @@
-"""The bubble of every schedule: measured with compute of known length on gloo, and as the simulator has it."""
+"""The bubble of every schedule: measured on gloo with compute of known length, and simulated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUICK = {"rounds": 1}
 
 @dataclass(frozen=True)
 class Lengths:
-    """Seconds of a rank's whole forward, input gradients and weight gradients of one microbatch."""
+    """Seconds of a rank's whole forward, input gradients and weight gradients, for one microbatch."""
 
     forward: float
     input: float
@@ -42,22 +42,27 @@ class Lengths:
         return Lengths(self.forward / num_chunks, self.input / num_chunks, self.weight / num_chunks)
 
     def stage(self, split: bool) -> TimedStage:
-        """A stage of these lengths, which splits its backward."""
+        """A stage of these lengths. With ``split`` its backward is split."""
         if split:
             return SplitTimedStage(self.forward, self.input, self.weight)
         return TimedStage(self.forward, self.input + self.weight)
 
     def simulated(self, spec: PlanSpec) -> Simulation:
-        """The step, with free transfers."""
+        """The simulated step, in which transfers take no time."""
         one = self.of_chunk(spec.num_chunks)
         costs = StageCosts.uniform(spec.pipeline_size * spec.num_chunks, one.forward, one.input, one.weight)
         return simulate(build_plan(spec), costs)
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
-    """The step, and ``Lengths`` in milliseconds."""
-    lengths = {"forward_ms": (80.0, "of a rank's whole forward"), "backward_ms": (90.0, "of its input gradients")}
-    add_options(parser, pp=4, microbatches=8, **lengths, weight_ms=(70.0, "of its weight gradients"), timeout=280.0)
+    """Add the options of the step, and those of ``Lengths`` in milliseconds."""
+    lengths = {
+        "forward_ms": (80.0, "milliseconds of a rank's whole forward"),
+        "backward_ms": (90.0, "milliseconds of its input gradients"),
+    }
+    add_options(
+        parser, pp=4, microbatches=8, **lengths, weight_ms=(70.0, "milliseconds of its weight gradients"), timeout=280.0
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,9 +83,9 @@ def run(args: argparse.Namespace) -> Report:
         rows,
         numbers_of(args),
         [
-            "Simulated: transfers free. Measured: compute sleeps, gloo on the loopback, messages of 32 bytes; what is "
-            "above the simulator is the engine, gloo and the cores' scheduler. Backwards are really split: weight "
-            "gradients wait in the store until their W. Wanted: within 0.05."
+            "Simulated: transfers take no time. Measured: compute sleeps, gloo on the loopback, messages of 32 bytes. "
+            "The difference is due to the engine, gloo and the cores' scheduler. Backwards are really split: weight "
+            "gradients wait in the store until their W. Target: within 0.05."
         ],
     )
 

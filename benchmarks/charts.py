@@ -1,4 +1,4 @@
-"""One chart for each benchmark of docs/performance.md, made from its report."""
+"""Draws a chart for each benchmark of docs/performance.md, from its report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.report import Report, Row
 
 Values = Sequence[float | None]
 
-# Distinguishable with any colour vision (Okabe and Ito), and by marker without colour.
+# Colours that differ for any colour vision (Okabe and Ito). Without colour the markers differ.
 _LOOKS = {
     "ours": ("#0072B2", "o"),
     "plug-in": ("#56B4E9", "X"),
@@ -28,11 +28,11 @@ _LOOKS = {
 }
 _SPARE = (("#0072B2", "o"), ("#7B4FB5", "s"), ("#8A5A00", "D"), ("#008A64", "^"))
 _WIDTH = 9.0  # inches
-_LABEL_GAP = 0.075  # of an axis, between the names at the ends of two lines
+_LABEL_GAP = 0.075  # the least distance of the names at the ends of two lines, as a share of the axis
 _SOFT = "#777777"
 _RULE = "#DDDDDD"
 _SETTINGS = {
-    "svg.fonttype": "none",  # text stays text: it can be searched, and is drawn in the reader's font
+    "svg.fonttype": "none",  # keeps text as text, which can be searched and has the reader's font
     "svg.hashsalt": "megatron_pp",  # the same identifiers on every run
     "font.family": "sans-serif",
     "font.size": 11,
@@ -51,7 +51,7 @@ _SETTINGS = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Draw and save charts within."""
+    """The context in which charts are drawn and saved."""
     import matplotlib
 
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
@@ -60,7 +60,7 @@ def style() -> Iterator[None]:
 
 
 def new_chart(rows: int, columns: int, height: float, **options: Any) -> tuple[Any, list[Any]]:
-    """A figure of that many inches, as wide as the page, and its axes, row by row."""
+    """A figure of ``height`` inches, as wide as the page, and its axes, row by row."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
@@ -68,14 +68,14 @@ def new_chart(rows: int, columns: int, height: float, **options: Any) -> tuple[A
 
 
 def save_svg(figure: Any, path: Path) -> None:
-    """The same figure gives the same bytes."""
+    """Save a figure as SVG. The same figure gives the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text().splitlines()))
 
 
 def look(name: str, place: int) -> dict[str, Any]:
-    """Colour and marker of a series, of an engine always the same."""
+    """Colour and marker of a series. An engine has the same ones in all charts."""
     color, marker = _LOOKS.get(name) or _SPARE[place % len(_SPARE)]
     return {"color": color, "marker": marker}
 
@@ -83,7 +83,8 @@ def look(name: str, place: int) -> dict[str, Any]:
 def dot_rows(
     axes: Any, rows: Sequence[str], series: Mapping[str, Values], label: str = "", shown: str = "{:.3g}"
 ) -> None:
-    """A row for each of ``rows``, from the top, with a dot for each series; those of ``label`` with their values."""
+    """Draw a row for each of ``rows``, from the top, with a dot for each series. Dots of the series ``label`` show
+    values."""
     spread = min(0.16, 0.6 / len(series))
     for place, (name, values) in enumerate(series.items()):
         shift = (place - (len(series) - 1) / 2) * spread
@@ -103,7 +104,7 @@ def dot_rows(
 
 
 def key(figure: Any, axes: Any) -> None:
-    """What the markers are, in one line above the chart."""
+    """Draw the legend of the markers in one line above the chart."""
     handles, names = axes.get_legend_handles_labels()
     legend = figure.legend(
         handles, names, loc="outside upper left", ncols=len(names), frameon=False, handletextpad=0.3, columnspacing=1.4
@@ -113,14 +114,14 @@ def key(figure: Any, axes: Any) -> None:
 
 
 def lines(axes: Any, series: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """A line for each series with its name at the right end. Scale and limits of y must be set before."""
+    """Draw a line for each series, with its name at the right end. Set the scale and limits of y before."""
     ends: list[tuple[float, float, str, str]] = []
     for place, (name, points) in enumerate(series.items()):
         ordered = sorted(points)
         looks = look(name, place)
         axes.plot(*zip(*ordered, strict=True), linewidth=2.6 if name == "ours" else 1.6, markersize=5, **looks)
         ends.append((*reversed(ordered[-1]), name, looks["color"]))
-    axes.autoscale_view()  # now, as the names need the limits
+    axes.autoscale_view()  # scaled now, because the names need the limits
     place_of = axes.transData + axes.transAxes.inverted()
     before = -1.0
     for y, x, name, color in sorted(ends):
@@ -132,19 +133,19 @@ def lines(axes: Any, series: Mapping[str, Sequence[tuple[float, float]]]) -> Non
 
 
 def target(axes: Any, value: float, text: str) -> None:
-    """A dotted upright line at what values are wanted to stay below."""
+    """Draw a dotted upright line at a target value."""
     axes.axvline(value, linestyle=":", color="#333333", linewidth=1.4, zorder=2)
     places = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
     axes.annotate(text, (value, 0), (3, 4), fontsize=9, color="#333333", **places)
 
 
 def wanted(axes: Any, low: float, high: float, upright: bool) -> None:
-    """Shade where values are wanted to be, between two values of y, or (``upright``) of x."""
+    """Shade the target range, between two values of y, or with ``upright`` of x."""
     (axes.axvspan if upright else axes.axhspan)(low, high, color="#EAF3F8", zorder=0)
 
 
 def write_chart(report: Report, folder: Path) -> Path | None:
-    """NAME.svg of the report in ``folder``; None where there is nothing to draw of this benchmark."""
+    """Draw the report as NAME.svg in ``folder``. Returns its path, None if this benchmark has no chart."""
     draw = CHARTS.get(report.name)
     if draw is None:
         return None
@@ -187,7 +188,7 @@ def _over_bound(several: Sequence[Row], columns: Sequence[str], ratio: str, labe
         }
         widest = max(row[ratio] for row in rows)
         axes.set(title=panel, xlim=(0, 1.65 * widest), ylim=(0, 1.15 * max(top, 5.0)))
-        axes.set(xlabel=label, ylabel="over bound, % (shaded: wanted)")
+        axes.set(xlabel=label, ylabel="over bound, % (shaded: target)")
         axes.set_xticks([tick for tick in (0, 0.5, 1.0, 1.5) if tick <= widest])
         lines(axes, by_engine)
         wanted(axes, 0, 5, upright=False)
@@ -202,7 +203,7 @@ def overlap(report: Report) -> Any:
     figure, (time, memory) = new_chart(1, 2, 1.6 + 0.62 * len(rows), sharey=True)
     dot_rows(time, rows, _series(report.rows, columns, "variant", "of free at once"), label="ours", shown="{:.2f}")
     time.set(title="Step time", xlabel="of the step that frees without waiting")
-    target(time, 1.03, "wanted: below 1.03")
+    target(time, 1.03, "target: below 1.03")
     dot_rows(memory, rows, _series(report.rows, columns, "variant", "peak MB"), label="ours", shown="{:.0f}")
     memory.set(title="Memory", xlabel="peak of a step on the worst rank, MB", xlim=(0, None))
     key(figure, time)
@@ -246,8 +247,8 @@ def megatron_steps(report: Report) -> Any:
         "ours": [row["ours / megatron"] for row in report.rows],
     }
     dot_rows(axes, rows, shares, label="ours", shown="{:.2f}")
-    target(axes, 1.03, "wanted: below 1.03")
-    axes.set(xlabel="a step under install(), and as simulated, of Megatron's own")
+    target(axes, 1.03, "target: below 1.03")
+    axes.set(xlabel="step under install(), measured and simulated, over Megatron's own")
     key(figure, axes)
     return figure
 
@@ -264,7 +265,7 @@ def prediction(report: Report) -> Any:
     wanted(axes, -5, 5, upright=True)
     axes.axvline(0, color="#777777", linewidth=1)
     widest = max(6.0, *(1.1 * abs(row["percent"]) for row in points))
-    axes.set(xlabel="predicted step time over the measured one, % (shaded: wanted)", xlim=(-widest, widest))
+    axes.set(xlabel="predicted step time over the measured one, % (shaded: target)", xlim=(-widest, widest))
     key(figure, axes)
     return figure
 
@@ -275,7 +276,7 @@ def tracing(report: Report) -> Any:
     figure, (axes,) = new_chart(1, 1, 1.2 + 0.36 * len(rows))
     series = _series(shares, ("setting",), "added", "percent")
     dot_rows(axes, rows, series, label="added by recording", shown="{:.2f}%")
-    target(axes, 1.0, "wanted: below 1%")
+    target(axes, 1.0, "target: below 1%")
     length = report.settings.get("compute ms", 10.0)
     axes.set(xlabel=f"CPU time that recording adds, % of {length:g} ms of compute", xlim=(0, None))
     return figure
@@ -311,7 +312,7 @@ def growth(report: Report) -> Any:
 
 
 def _label(row: Row, columns: Sequence[str]) -> str:
-    """What a row is of: ``("schedule", "P")`` gives "1f1b, P=2"."""
+    """The label of a row: ``("schedule", "P")`` gives "1f1b, P=2"."""
     named = {"P": "P={}", "V": "V={}", "MB": "{:g} MB"}
     return ", ".join(named.get(column, "{}").format(row[column]) for column in columns)
 
@@ -322,7 +323,7 @@ def _labels(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
 
 
 def _series(rows: Sequence[Row], columns: Sequence[str], name: str, value: str) -> dict[str, list[float | None]]:
-    """name -> a value for each label, None where the table has none. The model alone is no engine."""
+    """name -> a value for each label, None if the table has none. Rows of the bare model are left out."""
     at = {(row[name], _label(row, columns)): row.get(value) for row in rows}
     names = [series for series in _labels(rows, (name,)) if series != "the model alone"]
     series = {one: [at.get((one, label)) for label in _labels(rows, columns)] for one in names}
@@ -338,7 +339,7 @@ def packing(report: Report) -> Any:
     columns = {"simulated": "simulated planned / fixed", "measured": "planned / fixed"}
     series = {name: [row[column] for row in report.rows] for name, column in columns.items()}
     dot_rows(axes, rows, series, label="measured", shown="{:.2f}")
-    axes.set(xlabel="a step planned one step ahead, of one in a fixed order")
+    axes.set(xlabel="a step planned one step ahead, over one in a fixed order")
     key(figure, axes)
     return figure
 

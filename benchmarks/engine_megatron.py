@@ -1,5 +1,5 @@
-"""Megatron-core's own schedules, for `engines.make_step`: of the installed package, or of a source checkout; and ours
-in their place, under `install()`."""
+"""Megatron-core's own schedules for `engines.make_step`, of the installed package or of a source checkout. Also our
+engine in their place, under `install()`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
 
 
 def _stand_in_for_cuda() -> None:
-    """Replace only those functions of CUDA that a schedule itself calls: the whole shim of the tests would slow down
-    every `torch.empty`, and be counted as Megatron's overhead."""
+    """Replace only the functions of CUDA that a schedule itself calls. The tests' whole shim would slow down every
+    `torch.empty`, which would count as Megatron's overhead."""
     if not torch.cuda.is_available() and torch.zeros is not _zeros_on_cpu:
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
         torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
@@ -86,7 +86,7 @@ def _config(library: Library, work: Work) -> Any:
             batch_p2p_sync=False,
             deallocate_pipeline_outputs=True,
         )
-    config.p2p_timeout = config.compute_timeout = SECONDS  # of ours
+    config.p2p_timeout = config.compute_timeout = SECONDS  # fields that only our engine reads
     return config
 
 

@@ -33,7 +33,7 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
 
 
 def step_config(pipeline_size: int, num_layers: int, hidden_size: int, heads: int, **fields: Any) -> TransformerConfig:
-    """Of a step that overlaps, for the benchmarks with models of their own."""
+    """The config of a step with overlap, for the benchmarks that have their own models."""
     return TransformerConfig(
         pipeline_model_parallel_size=pipeline_size,
         pipeline_dtype=torch.float32,
@@ -50,7 +50,7 @@ def step_config(pipeline_size: int, num_layers: int, hidden_size: int, heads: in
 def step_of_model(
     chunk: Any, forward_step: Callable[..., Any], data: Callable[[], Any], num_microbatches: int, seq_length: int
 ) -> Step:
-    """A step of this rank's only chunk, in microbatches of one sequence."""
+    """A step of this rank's only chunk. Each microbatch is one sequence."""
     size, communicator = dist.get_world_size(), P2PCommunicator(dist.group.WORLD, chunk.config)
     arguments = forward_step, [chunk], data, num_microbatches, seq_length
     return step_of(get_forward_backward_func(size), *arguments, p2p_communicator=communicator)

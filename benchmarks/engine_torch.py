@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining, for `engines.make_step`: with one process group, or with one for each edge; and torch's
+"""torch.distributed.pipelining for `engines.make_step`, with one process group, or with one for each edge. Also torch's
 stages under our plans.
 """
 
@@ -36,18 +36,19 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
 
 
 def make_ours(work: Work, rank: int, group: Any, make_stage: MakeStage) -> Step:
-    """The same stages under our plan."""
+    """A step of torch's stages under our plan."""
     from megatron_pp.integrations.torch_pipelining import get_schedule_class
 
     return _step(get_schedule_class(work.schedule), work, rank, group, make_stage)
 
 
 def _step(kind: Any, work: Work, rank: int, group: Any, make_stage: MakeStage) -> Step:
-    """``kind``: a class of schedules."""
+    """A step of torch's stages. ``kind``: the class of the schedule."""
     numbers = [chunk * work.pipeline_size + rank for chunk in range(work.num_chunks)]
     stages = [_stage(make_stage(n), n, work, group) for n in numbers]
     chunked = work.num_chunks > 1
-    # Gradients are not divided by the microbatch count: the others would do it in the loss, for nothing here.
+    # Gradients are not divided by the number of microbatches. Other engines do that in the loss, which costs nothing
+    # here.
     schedule = kind(stages if chunked else stages[0], work.num_microbatches, loss_fn=_loss, scale_grads=False)
     batch = first_input(work).repeat(work.num_microbatches, 1, 1)
     given = (batch,) if rank == 0 else ()

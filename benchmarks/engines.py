@@ -1,15 +1,15 @@
-"""The engines that are compared, behind one function: `make_step(engine, work, ...)` gives a step to call.
+"""The engines that benchmarks compare. `make_step(engine, work, ...)` returns a function that runs a step.
 
-| name                | what                                                                                  |
+| name                | engine                                                                                |
 | ------------------- | ------------------------------------------------------------------------------------- |
 | ours                | megatron_pp                                                                           |
 | plug-in             | megatron_pp under `install()`, in Megatron-core's training loop                       |
 | megatron            | Megatron-core's own schedules, of the installed package                               |
-| megatron-main       | those of a checkout of Megatron-LM (`--megatron-source`)                              |
+| megatron-main       | the schedules of a checkout of Megatron-LM (`--megatron-source`)                      |
 | torch               | torch.distributed.pipelining                                                          |
 | torch per-edge      | the same with a process group for each edge, which torch has from 2.15 on             |
 
-An engine that is not installed, or that has no such schedule, raises Unavailable with the reason.
+If an engine is not installed, or lacks the schedule, `make_step` raises Unavailable with the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make_step(engine: str, work: Work, rank: int, group: Any, make_stage: MakeSt
 
     group       torch.distributed's group of all ranks (None for a pipeline of one)
     make_stage  stage number -> module from [s, b, h] to [s, b, h]
-    transport   what our engine sends through, instead of ``group``
+    transport   the transport of our engine, instead of ``group``
 
     Raises Unavailable."""
     if engine == "ours":
@@ -45,7 +45,7 @@ def make_step(engine: str, work: Work, rank: int, group: Any, make_stage: MakeSt
 
 
 def comparable(engine: str, work: Work) -> Work:
-    """``work`` with the policy that ``engine`` has: torch has one, and Megatron-core overlaps only with chunks."""
+    """``work`` with a policy that ``engine`` has. torch has one policy, and Megatron-core overlaps only with chunks."""
     if engine.startswith("torch"):
         return replace(work, policy="overlap")
     if engine.startswith("megatron") and work.num_chunks == 1 and work.overlaps:
@@ -56,8 +56,8 @@ def comparable(engine: str, work: Work) -> Work:
 def available_steps(
     work: Work, rank: int, group: Any, make_stage: MakeStage, transport: Any = None, engines: Sequence[str] = ENGINES
 ) -> tuple[dict[str, Step], dict[str, str]]:
-    """(engine -> step, engine -> remark): a step of ``work`` of each engine that has one; in the remarks why not, or
-    which other policy it has."""
+    """Two dicts: engine -> its step of ``work``, and engine -> a remark: why it has no step, or which other policy it
+    runs."""
     steps: dict[str, Step] = {}
     remarks: dict[str, str] = {}
     for engine in engines:
@@ -72,10 +72,11 @@ def available_steps(
 
 
 def surroundings(engine: str) -> AbstractContextManager[None]:
-    """The context that a step of ``engine`` runs in; entering it is no part of the step."""
+    """The context in which a step of ``engine`` runs. Entering it does not count as part of the step."""
     if engine not in IN_MEGATRON:
         return nullcontext()
     from benchmarks.megatron_library import load
     from megatron_pp.integrations.megatron_core import installed
 
-    return installed() if engine == PLUG_IN else load(engine).current()  # uninstalled, it calls Megatron's schedule
+    # Outside of install() it calls Megatron's schedule.
+    return installed() if engine == PLUG_IN else load(engine).current()

@@ -1,4 +1,4 @@
-"""Step time on a slow link, over the bound of a simulation in which transfers overlap compute as far as they can."""
+"""Step time on a slow link, over a bound: a simulated step whose transfers overlap compute as far as possible."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ def run(args: argparse.Namespace) -> Report:
         rows,
         sweep_settings(args) | versions(),
         [
-            "Bound: the discrete-event simulator on the same order of compute with receives posted early and sends "
-            "waited late, the transfers as long as measured on the idle link; over bound is taken of the medians.",
-            "Wanted of ours: at most 1.05 up to 1.0 transfer / F (1.03 up to 0.25), and never above a peer.",
-            "Megatron-core's 1F1B is its plain schedule: it has no overlap there. Eager 1F1B is ours alone.",
+            "Bound: the simulated step with the same order of compute, receives posted early and sends waited for "
+            "late. A transfer takes the time that was measured on the idle link. Over bound: the median step over the "
+            "bound.",
+            "Targets of ours: at most 1.05 up to 1.0 transfer / F (1.03 up to 0.25), and never above a peer.",
+            "Megatron-core has no overlap in 1F1B, so its plain schedule is shown. Only our engine has eager 1F1B.",
         ],
     )
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> Report:
 def _rank(
     rank: int, size: int, works: list[tuple[float, Work]], sweep: Sweep, engines: list[str]
 ) -> list[dict[str, Any]]:
-    """For each work: the transfer's own time, and seconds of each engine."""
+    """For each work: the time of one transfer, and the seconds of each engine's steps."""
     import torch.distributed as dist
 
     results = []

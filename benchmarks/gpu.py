@@ -1,7 +1,7 @@
-"""Two ranks on one GPU over sockets: step time by CUDA events, and how long the host and the stream wait.
+"""Steps of two ranks on one GPU over sockets: step time by CUDA events, and how long the host and the stream wait.
 
-NCCL refuses two ranks on one GPU only within one host id, so each rank has its own, and their messages go over
-sockets: slow enough that what overlap hides can be seen. With two GPUs or more each rank has one of its own.
+NCCL refuses two ranks on one GPU only within one host id. So each rank has its own host id, and messages go over
+sockets. They are slow enough to show what overlap hides. With two GPUs or more each rank has its own GPU.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from benchmarks.work import Work
 
 HELP = "the engines on a GPU, two ranks sharing it over sockets; step time by CUDA events"
 QUICK = {"mib": [8.0], "rounds": 3}
-_WARM_UP = 2  # rounds: the first loads kernels, and an engine may have another plan from the second one on
+_WARM_UP = 2  # rounds: the first loads kernels, and an engine may change its plan after it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    compute = 10.0, "of one chunk; a backward takes twice as long"
+    compute = 10.0, "milliseconds of one chunk's forward; a backward takes twice as long"
     add_options(parser, mib=([1.0, 8.0, 32.0], "sizes of an activation"), forward_ms=compute, microbatches=8)
     add_options(parser, rounds=5, timeout=300.0)
 
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> Report:
 def _rank(
     rank: int, size: int, works: list[Work], forward: float, rounds: int, store: str
 ) -> list[dict[str, dict[str, Any]]]:
-    """For each work and engine: milliseconds of each round, and the most bytes allocated."""
+    """For each work and engine: the milliseconds of each round, and the peak of allocated bytes."""
     import torch.distributed as dist
 
     device = rank % torch.cuda.device_count()
-    if torch.cuda.device_count() < size:  # they share one
+    if torch.cuda.device_count() < size:  # the ranks share a GPU
         os.environ.update({"NCCL_HOSTID": f"rank{rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"})
     torch.cuda.set_device(device)
     torch.set_default_device(torch.device("cuda", device))
@@ -87,8 +87,8 @@ def _rank(
 
 
 def measured_steps(rank: int, work: Work, forward: float, rounds: int) -> dict[str, dict[str, Any]]:
-    """Of each engine, "ms" of each round, by CUDA events, and "peak", the most bytes allocated. ``forward``: seconds.
-    The process group and the default device are there."""
+    """For each engine, "ms" of each round by CUDA events, and "peak", the peak of allocated bytes. ``forward``:
+    seconds. Needs a process group and a default device."""
     import torch.distributed as dist
 
     steps, _ = available_steps(work, rank, dist.group.WORLD, lambda stage: BusyStage(forward, 2 * forward))

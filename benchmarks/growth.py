@@ -1,4 +1,4 @@
-"""How building, verifying and looking up a plan, and the engine's overhead, grow with P x V x M."""
+"""The growth with P x V x M of building, verifying and looking up a plan, and of the engine's overhead."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def run(args: argparse.Namespace) -> Report:
         [_row(text, args.rounds) for text in args.sizes],
         {"rounds": args.rounds},
         [
-            "Once per training run: build makes and lowers the orders of all ranks, verify checks them. Each step "
-            "looks the plan up (cached). Peak MB is the process's largest memory so far, torch's own included.",
-            "First use: the first plan of a run, of M / 2 microbatches, with a rank's tasks; new M: M after it.",
+            "Once per training run, build makes and lowers the orders of all ranks, and verify checks them. Each step "
+            "looks the plan up (cached). Peak MB: the process's largest memory so far, with that of torch.",
+            "First use: time until a rank can run the first plan of a run, with M / 2 microbatches. New M: the same "
+            "for M microbatches after that.",
         ],
     )
 
@@ -52,7 +53,7 @@ def _row(text: str, rounds: int) -> Row:
     spec = PlanSpec(work.schedule, p, v, m, p, OVERLAP)
     began = time.process_time()
     plan = lowered_plan(spec)
-    instructions = sum(map(len, plan.programs))  # which lays the programs out
+    instructions = sum(map(len, plan.programs))  # reading the programs makes them
     built = time.process_time() - began
     began = time.process_time()
     verify(plan)
@@ -84,7 +85,7 @@ def _row(text: str, rounds: int) -> Row:
 
 
 def _use(spec: PlanSpec) -> float:
-    """Seconds of CPU until a rank can run the plan of ``spec``."""
+    """The CPU seconds until a rank can run the plan of ``spec``."""
     began = time.process_time()
     verified_plan(spec)[0].tasks(0)
     return time.process_time() - began

@@ -1,7 +1,8 @@
-"""Machine instructions outside the model per virtual microbatch, counted by callgrind: the same on a busy machine.
+"""Machine instructions outside the model per virtual microbatch, counted by callgrind. A busy machine has the same
+count.
 
-One process runs the engines in turns and calls `getsid` around the steps that count, at which callgrind writes what it
-has counted since the last call.
+One process runs the engines in turns, and calls `getsid` before and after the counted steps. At each call callgrind
+writes its count since the last call.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def run(args: argparse.Namespace) -> Report:
         rows,
         {"microbatches": args.microbatches, **versions()},
         [
-            "Outside: those of a step less those of the same forwards and backwards of the bare model, whose row has "
-            "its own. Of megatron's: of the installed release's; megatron-main is the checkout."
+            "Outside: the instructions of a step, without those of the same forwards and backwards of the bare model. "
+            "The row of the bare model has its own instructions. Of megatron's: ratio to the installed release; "
+            "megatron-main is the checkout."
         ],
         ["setting", "engine", "instructions", "of megatron's", "of megatron-main's", "remark"],
     )
@@ -73,7 +75,8 @@ def _rows(label: str, args: argparse.Namespace) -> list[Row]:
 
 
 def _counted(label: str, args: argparse.Namespace) -> tuple[dict[str, int], dict[str, str], int]:
-    """Engine -> instructions, engine -> why it was not measured, and virtual microbatches of each count."""
+    """Engine -> instructions, engine -> why it was not measured, and the number of virtual microbatches of each
+    count."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "counts")
         valgrind = ["valgrind", "--tool=callgrind", "--dump-before=getsid", f"--callgrind-out-file={out}"]
@@ -84,7 +87,7 @@ def _counted(label: str, args: argparse.Namespace) -> tuple[dict[str, int], dict
         except subprocess.TimeoutExpired as late:
             raise BenchmarkError(f"{label} was not counted within {args.timeout:g} s; give --timeout more") from late
         names, remarks = _said(done.stdout)
-        # Of each engine one file that ends before its steps, and one that ends behind them.
+        # Each engine has one file that ends before its steps, and one that ends after them.
         counts = {name: _total(Path(f"{out}.{2 * place + 2}")) for place, name in enumerate(names)}
     if MODEL not in counts:
         raise BenchmarkError(f"{label} was not counted: {done.stderr[-1000:]}")
@@ -93,7 +96,7 @@ def _counted(label: str, args: argparse.Namespace) -> tuple[dict[str, int], dict
 
 
 def _said(output: str) -> tuple[list[str], dict[str, str]]:
-    """The engines in the order in which they have run, and the reasons of those that have not."""
+    """The engines in the order in which they ran, and for engines that did not run the reasons."""
     lines = [line.split("\t") for line in output.splitlines() if line.startswith(("ran\t", "left out\t"))]
     return [line[1] for line in lines if line[0] == "ran"], {line[1]: line[2] for line in lines if line[0] != "ran"}
 
@@ -110,7 +113,7 @@ def _setting(label: str, microbatches: int) -> tuple[Work, int]:
 
 
 def count(label: str, microbatches: int) -> None:
-    """What the process under callgrind runs."""
+    """Run the engines in the process under callgrind."""
     work, rank = _setting(label, microbatches)
     with stubbed_group(rank, work.pipeline_size, "calls") as (group, transport):
         make_stage = functools.partial(stage_of, work.shape)

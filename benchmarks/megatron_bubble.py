@@ -1,8 +1,8 @@
 """The bubble of zero-bubble schedules under ``install()``: Megatron-core's GPTModel on gloo, stages of known length.
 
-Each transformer layer sleeps in place of its second norm, in forward, for its input gradients and for its weight
-gradients, so that cores stay free; Megatron's own linear layers compute beside that, and are split as in a training.
-The bubble is that of the recorded steps, as ``megatron-pp report`` prints it.
+Each transformer layer sleeps in place of its second norm: in forward, for its input gradients and for its weight
+gradients. So cores stay free. Megatron's own linear layers also compute, and are split as in training. The bubble is
+that of the recorded steps, as ``megatron-pp report`` prints it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from testkit.megatron.cases import Case, Model
 
 HELP = "the bubble of 1F1B and zero bubble on Megatron's GPTModel under install(), measured beside the simulator's"
 QUICK = {"rounds": 2}
-SCHEDULES = {"1f1b": None, "zb_h1": None, "interleaved_1f1b": 2, "interleaved_zb": 2}  # with their V
+SCHEDULES = {"1f1b": None, "zb_h1": None, "interleaved_1f1b": 2, "interleaved_zb": 2}  # schedule -> V
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step_arguments(parser)
-    add_options(parser, rounds=(4, "recorded steps; the one of median length is shown"))
+    add_options(parser, rounds=(4, "recorded steps; the table has the one of median length"))
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
 
 
@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> Report:
         rows,
         numbers_of(args) | {"layers": layers},
         [
-            "Simulated: the stages' nominal lengths, transfers free. Measured: the recorded steps of a gloo run, as "
-            "megatron-pp report reads them; each layer sleeps, and its real linear layers compute beside that. Own "
-            "times: simulated with what the recorded operations and transfers took. Wanted: within 0.03."
+            "Simulated: with the stages' nominal lengths; transfers take no time. Measured: the recorded steps of a "
+            "gloo run, as megatron-pp report reads them. Each layer sleeps, and its real linear layers compute as "
+            "well. Own times: simulated with the recorded times of operations and transfers. Target: within 0.03."
         ],
     )
 

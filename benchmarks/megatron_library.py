@@ -1,4 +1,4 @@
-"""Megatron-core as installed and, in the same process, that of a source checkout.
+"""Loads the installed Megatron-core and, in the same process, that of a source checkout.
 
 Both are named `megatron`. Each is imported while the other's modules are out of `sys.modules`, so that engines of
 both can take turns in one run. `--megatron-source PATH` of scripts/benchmark.py gives the checkout to this process
@@ -39,9 +39,9 @@ class Library:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Within, ``import megatron...`` gives this library. Megatron's functions import modules late, too.
+        """In this context ``import megatron...`` gives this library, also imports within functions.
 
-        Nothing changes for the installed library, so that ranks that are threads can use it."""
+        For the installed library the context does nothing, so that ranks that are threads can use it."""
         if sys.modules.get(_CORE) is self.modules[_CORE]:
             yield
             return
@@ -58,12 +58,12 @@ class Library:
 
 
 def source() -> Path | None:
-    """The checkout that the user gave. Raises BenchmarkError where that is none."""
+    """The checkout that the user gave, None without one. Raises BenchmarkError if it is not a checkout."""
     given = os.environ.get(SOURCE_VARIABLE)
     if not given:
         return None
     if not Path(given, _VERSION_FILE).is_file():
-        raise BenchmarkError(f"{given} has no file {_VERSION_FILE}: it is no checkout of Megatron-LM")
+        raise BenchmarkError(f"{given} has no file {_VERSION_FILE}; give a checkout of Megatron-LM")
     return Path(given)
 
 
@@ -91,7 +91,7 @@ def load(engine: str) -> Library:
 
 
 def _imported() -> Library:
-    """The library that ``import megatron`` gives here, imported as far as the benchmarks need it."""
+    """The library that ``import megatron`` gives now, with the modules that benchmarks need imported."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -112,7 +112,7 @@ def _module_names() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """For the line below a table: the version of the package, and version and commit of the checkout, if there."""
+    """The version of the package, and the version and commit of the checkout if there is one. Reports record them."""
     found: dict[str, str] = {}
     with contextlib.suppress(PackageNotFoundError):
         found["megatron-core"] = version("megatron-core")

@@ -21,7 +21,7 @@ from testkit.megatron.cases import Case
 
 
 class TimedRun(lab.Run):
-    """A run whose transformer layers do nothing but sleep; where our schedule splits backwards, theirs are."""
+    """A run whose transformer layers only sleep. Their backwards are split if our schedule splits backwards."""
 
     def __init__(self, case: Case, lengths: Lengths) -> None:
         self.length = lengths.of_chunk(case.model.layers // case.pp)
@@ -38,7 +38,7 @@ class TimedRun(lab.Run):
 
 
 class _Layer(torch.nn.Module):
-    """With a transformer layer's interface."""
+    """A sleeping layer with the interface of a transformer layer."""
 
     def __init__(self, length: Lengths, split: bool) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Layer(torch.nn.Module):
 
 
 class RecordedRun(TimedRun):
-    """A run whose transformer layers compute, and sleep where their second norm would be; it records all steps but the
+    """A run whose transformer layers compute, and sleep in place of their second norm. It records all steps except the
     first in ``folder``."""
 
     def __init__(self, case: Case, lengths: Lengths, folder: Path) -> None:
@@ -67,8 +67,8 @@ class RecordedRun(TimedRun):
 
 
 def record(case: Case, lengths: Lengths, folder: Path) -> None:
-    """Train for the case's steps under install(), as a RecordedRun. The ranks meet before each step, as they do in a
-    training for the norm of the gradient."""
+    """Train for the case's steps under install(), as a RecordedRun. The ranks meet before each step, as they do in
+    training for the gradient norm."""
     with megatron_core.installed():
         run = RecordedRun(case, lengths, folder)
         for step in range(case.steps):
@@ -77,8 +77,8 @@ def record(case: Case, lengths: Lengths, folder: Path) -> None:
 
 
 def in_turns(case: Case, make_run: Callable[[Case], lab.Run], warmup: int) -> dict[str, list[float]]:
-    """Seconds on this rank of the case's steps under "megatron" and "ours", in turns, after ``warmup`` of each.
-    Without chunks Megatron has no overlap: its plain exchange then stands beside ours with overlap."""
+    """The seconds on this rank of the case's steps under "megatron" and "ours", in turns, after ``warmup`` steps of
+    each. Without chunks Megatron has no overlap, so its plain exchange is compared with our overlap."""
     alone = case.vp is None and case.policy.startswith("overlap")
     cases = {"megatron": replace(case, policy="plain") if alone else case, "ours": case}
     cases = {engine: replace(one, engine=engine) for engine, one in cases.items()}

@@ -1,7 +1,7 @@
 """Whole steps of Megatron-core's GPTModel whose layers sleep, under Megatron's own schedule and under ``install()``.
 
-Where stages compute, a step takes as long as its compute and what the schedule makes ranks wait for each other: what a
-benchmark without compute cannot show. Schedules that Megatron does not have stand beside its own of the same V.
+The time of a step is that of its compute, and of the waits that the schedule causes. A benchmark without compute does
+not show these waits. Schedules that Megatron lacks are compared with its own schedule of the same V.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from testkit.megatron.cases import POLICIES, Case, Model
 
 HELP = "steps of Megatron's GPTModel whose layers sleep: Megatron's own schedules beside ours under install()"
 QUICK = {"rounds": 1, "forward_ms": 10.0, "backward_ms": 20.0}
-SCHEDULES = {  # with their V, and the policies: without chunks there is no overlap of warm-up and flush by itself
+SCHEDULES = {  # schedule -> V and its policies; without chunks warm-up and flush cannot overlap alone
     "1f1b": (None, [policy for policy in POLICIES if policy != "overlap+flush"]),
     "interleaved_1f1b": (2, list(POLICIES)),
     "zb_h1": (None, [OVERLAP]),
@@ -28,8 +28,8 @@ MEGATRONS = ("1f1b", "interleaved_1f1b")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths = {
-        "forward_ms": (20.0, "of a rank's whole forward"),
-        "backward_ms": (40.0, "of its whole backward, half of it for weight gradients"),
+        "forward_ms": (20.0, "milliseconds of a rank's whole forward"),
+        "backward_ms": (40.0, "milliseconds of its whole backward, half of it for weight gradients"),
     }
     add_options(parser, pp=[2, 4], microbatches=8, **lengths)
     add_options(parser, rounds=(3, "timed steps of each, in turns; one more comes before"), timeout=280.0)
@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> Report:
         rows,
         numbers_of(args),
         [
-            "Medians of steps in turns, in the same processes, and the ratio of the fastest, which noise can only "
-            "lengthen; ranks meet before each. Layers sleep, one a chunk; gloo on the loopback, messages of 1 KiB. "
-            "Simulated: our plan, transfers free. Without chunks Megatron has no overlap: its plain exchange stands "
-            "beside ours. Beside zb_h1 and interleaved_zb stand Megatron's 1F1B and interleaved 1F1B. Wanted: ours / "
-            "megatron at most 1.03."
+            "Medians of steps that run in turns in the same processes, and the ratio of the fastest steps, because "
+            "noise only lengthens a step. Ranks meet before each step. Each chunk has one layer, which sleeps; gloo on "
+            "the loopback, messages of 1 KiB. Simulated: our plan, transfers take no time. Without chunks Megatron has "
+            "no overlap, so its plain exchange is compared with our overlap. zb_h1 and interleaved_zb are compared "
+            "with Megatron's 1F1B and interleaved 1F1B. Target: ours / megatron at most 1.03."
         ],
     )
 
@@ -70,7 +70,7 @@ def _cases(args: argparse.Namespace, size: int) -> list[Case]:
         for policy in policies
         for variable in (False, True)
         if name in args.schedules and policy in args.policies and not (variable and name not in MEGATRONS)
-        # Of two ranks each is both of the other's neighbours: Megatron's shapes for them cross in one exchange.
+        # With two ranks, each is both neighbours of the other, and Megatron mixes up their shapes in one exchange.
         and not (variable and size == 2 and chunks and not policy.startswith(OVERLAP))
     ]  # fmt: skip
 

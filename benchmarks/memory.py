@@ -1,4 +1,4 @@
-"""Peak bytes of a step on every rank, of every engine, beside what `verify` predicts of our plan."""
+"""The peak bytes of a step on every rank, for every engine, beside the prediction of `verify` for our plan."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ def run(args: argparse.Namespace) -> Report:
         [row for work in works for row in _rows(work, peaks[work.label()])],
         {"microbatches": args.microbatches, "activation KiB": args.kib, **versions()},
         [
-            "Counted are all of the CPU allocator's bytes of the first step, with the copies that stages make of "
+            "The numbers count all bytes of the CPU's allocator in the first step, with the copies that stages make of "
             "inputs and gradients. Stages keep nothing else for their backward.",
-            "Predicted: what verify counts in our plan, with all that is sent, received or waiting in between.",
+            "Predicted: the count of verify for our plan. It includes tensors that are being sent or received, or that "
+            "wait between stages.",
             "torch allocates its receive buffers, one per microbatch, in the first step and keeps them.",
         ],
         ["setting", "engine", *(f"rank {r}" for r in range(4)), "remark"],
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _rank(rank: int, size: int, works: list[Work]) -> list[dict[str, int]]:
-    """Of each work, the peak bytes of each engine's first step."""
+    """For each work, the peak bytes of each engine's first step."""
     import torch.distributed as dist
 
     peaks: list[dict[str, int]] = []
@@ -74,7 +75,7 @@ def _rank(rank: int, size: int, works: list[Work]) -> list[dict[str, int]]:
 
 
 def peak_bytes(step: Step) -> int:
-    """The most bytes that ``step`` had allocated on the CPU at one time, as torch's profiler saw them."""
+    """The most bytes that ``step`` had allocated on the CPU at one time, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:

@@ -34,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stub", choices=STUBS, default="calls", help="see benchmarks/stubbed.py")
     over = parser.add_mutually_exclusive_group()
     over.add_argument("--no-gloo", action="store_true", help="leave out the real processes")
-    over.add_argument("--only-gloo", action="store_true", help="run nothing but the real processes")
+    over.add_argument("--only-gloo", action="store_true", help="run only the real processes")
     parser.add_argument("--only", default="", metavar="TEXT", help="settings whose name contains TEXT")
 
 
 def settings(microbatches: int) -> list[tuple[Work, int]]:
-    """(work, rank that is measured): a rank that both receives and sends, where there is one."""
+    """(work, measured rank) of each setting. The rank both receives and sends, if the pipeline has such a rank."""
 
     def work(schedule: str, p: int, v: int, policy: str) -> Work:
         return Work(schedule, p, v, microbatches, _SHAPE, policy)
@@ -75,11 +75,12 @@ def run(args: argparse.Namespace) -> Report:
         _with_ratios(rows),
         {"microbatches": args.microbatches, "rounds": args.rounds, "stub": args.stub, **versions()},
         [
-            "Outside: a step's CPU time less that of the same forwards and backwards of the bare model in the same "
-            "round. Ours / it, plug-in / it: of the medians. Wanted: at most 0.5 of Megatron-core's, 0.33 of torch's.",
-            f"{ON_GLOO[0]}: the same of the busiest rank's main thread, of real processes over gloo; {ON_GLOO[1]}: "
-            "their time of a step, compute included.",
-            "A peer that has one way to communicate where we have two (Megatron-core without chunks: plain; torch: "
+            "Outside: the CPU time of a step, without that of the same forwards and backwards of the bare model in the "
+            "same round. Ours / it, plug-in / it: ratios of the medians. Targets: at most 0.5 of Megatron-core's, 0.33 "
+            "of torch's.",
+            f"{ON_GLOO[0]}: the same for the main thread of the busiest rank, in real processes over gloo. "
+            f"{ON_GLOO[1]}: the time of a step in these processes, with compute.",
+            "We have two ways to communicate. A peer with only one (Megatron-core without chunks: plain; torch: "
             "overlap) is compared with both.",
         ],
         ["setting", "engine", *OUTSIDE, "ours / it", "plug-in / it", *ON_GLOO, "remark"],
@@ -104,8 +105,8 @@ def _stubbed(work: Work, rank: int, args: argparse.Namespace) -> list[Row]:
 
 
 def _outside(whole: list[float], bare: list[float], scale: float) -> dict[str, float]:
-    """What steps take beyond the bare model: the difference of the best rounds, and the median of those of each round,
-    in which a machine that changes its speed does so for both."""
+    """The time of steps beyond the bare model: the difference of the best rounds, and the median of the differences in
+    each round. If the machine changes its speed, it does so for both in a round."""
     differences = [step - alone for step, alone in zip(whole, bare, strict=True)]
     return {"min": (min(whole) - min(bare)) * scale, "median": summary(differences, scale)["median"]}
 
@@ -132,8 +133,8 @@ def _with_ratios(rows: list[Row]) -> list[Row]:
 
 
 def bare_model(work: Work, rank: int) -> Step:
-    """As many forwards and backwards as ``rank`` runs, each with what its stage has: data or an input that needs a
-    gradient, a loss or the gradient of an output."""
+    """A step of the bare model: as many forwards and backwards as ``rank`` runs. Each has what its stage has: data or
+    an input that needs a gradient, and a loss or the gradient of an output."""
     model, first, gradient = AddWeight(work.shape), first_input(work), torch.ones(work.shape)
     stages = [chunk * work.pipeline_size + rank for chunk in range(work.num_chunks)]
     last = work.pipeline_size * work.num_chunks - 1
@@ -151,7 +152,8 @@ def bare_model(work: Work, rank: int) -> Step:
 
 
 def _on_gloo(works: list[Work], args: argparse.Namespace) -> dict[tuple[str, str], Row]:
-    """(setting, engine) -> microseconds per virtual microbatch, of real processes: one set of them for each size."""
+    """(setting, engine) -> microseconds per virtual microbatch in real processes. Each pipeline size has one set of
+    them."""
     found: dict[tuple[str, str], Row] = {}
     for size in sorted({work.pipeline_size for work in works} - {1}):
         some = [work for work in works if work.pipeline_size == size]
@@ -168,7 +170,7 @@ def _on_gloo(works: list[Work], args: argparse.Namespace) -> dict[tuple[str, str
 
 @dataclass
 class _OnThread:
-    """A step that notes the CPU time of the calling thread."""
+    """A step that records the CPU time of the calling thread."""
 
     step: Step
     seconds: list[float] = field(default_factory=list)
@@ -183,8 +185,8 @@ Times = dict[str, list[float]]
 
 
 def _gloo_rank(rank: int, size: int, works: list[Work], rounds: int) -> list[tuple[Times, Times]]:
-    """What one real process runs. For each work, of all engines in turns: seconds of this thread beyond those of the
-    bare model in the same round, and seconds of steps."""
+    """Run the works on one real process, all engines in turns. Returns for each work the seconds of this thread beyond
+    the bare model in the same round, and the seconds of steps."""
     import torch.distributed as dist
 
     results = []
@@ -194,7 +196,7 @@ def _gloo_rank(rank: int, size: int, works: list[Work], rounds: int) -> list[tup
         )
         noted = {name: _OnThread(step) for name, step in {**steps, MODEL: bare_model(work, rank)}.items()}
         wall = timed_rounds(noted, rounds, warmup=1, before_each=dist.barrier, around=surroundings, settling=SETTLING)
-        timed = slice(1 + SETTLING, None, 1 + SETTLING)  # neither the warm-up nor the settling
+        timed = slice(1 + SETTLING, None, 1 + SETTLING)  # without the warm-up and settling steps
         bare = noted.pop(MODEL).seconds[timed]
         outside = {
             name: [mine - alone for mine, alone in zip(one.seconds[timed], bare, strict=True)]

@@ -1,12 +1,12 @@
-"""The cost of safety: the same steps with outputs freed unsafely, waited for right after the send, and as ours.
+"""The cost of safety: steps that free outputs unsafely, steps that wait right after each send, and our steps.
 
-All three run one plan of compute and one communicator, in turns; they differ only in when an output's send is waited
-for and its memory given back:
+All three run the same plan of compute with the same communicator, in turns. They differ only in when they wait for an
+output's send and free its memory:
 
-free at once  at the send, without waiting: the unsafe floor. The bytes go out of a copy, made within the compute's own
-              time, so that what is measured is well defined
-wait at once  right after the send is posted: what the merged fix of Megatron-LM#4047 does
-ours          some operations later, before its own backward at the latest
+free at once  at the send, without waiting: the unsafe lower limit. The sent bytes are a copy, which is made within the
+              time of the compute, so that the result is defined
+wait at once  right after the send is posted, as the merged fix of Megatron-LM#4047 does
+ours          some operations later, at the latest before the output's own backward
 """
 
 from __future__ import annotations
@@ -53,18 +53,19 @@ FREE_AT_ONCE, WAIT_AT_ONCE, OURS = "free at once", "wait at once", "ours"
 VARIANTS = (FREE_AT_ONCE, WAIT_AT_ONCE, OURS)
 QUICK = {"megabytes": [16.0], "rate_mbit": 2000.0, "forward_ms": 100.0, "rounds": 1}
 NOTES = (
-    "Exposed: the median beyond the step of a simulation in which transfers take no time. Over bound: beyond that with "
-    "transfers as long as measured on the idle link, overlapped as far as the order of compute allows.",
-    "In releases: what the rank that waits longest spends per step in waiting for its outputs' sends and giving back "
-    "their memory. Peak: bytes of the CPU's allocator in a step of its own, the worst rank.",
-    "Wanted of ours: within 3% of free at once, and clearly less than wait at once where a transfer is shorter than a "
+    "Exposed: the median step beyond a simulated step whose transfers take no time. Over bound: the median step over a "
+    "simulated step whose transfers take the time measured on the idle link, and overlap as far as the order of "
+    "compute allows.",
+    "In releases: the time per step in which the slowest rank waits for its outputs' sends and frees their memory. "
+    "Peak: the most bytes of the CPU's allocator in a separate step, on the worst rank.",
+    "Targets of ours: within 3% of free at once, and clearly less than wait at once if a transfer is shorter than a "
     "forward.",
 )
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The work and the lengths of compute of three table rows, one for each variant."""
+    """The work and the lengths of compute of three rows of the table, one for each variant."""
 
     work: Work
     sweep: Sweep
@@ -73,7 +74,7 @@ class Setting:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     schedules = ["interleaved_1f1b", "1f1b"]
     add_sweep_arguments(parser, schedules=schedules, microbatches=6, forward_ms=200.0, rate_mbit=1000.0, timeout=600.0)
-    add_options(parser, megabytes=([16.0], "of one activation; 16 to 64"))
+    add_options(parser, megabytes=([16.0], "MB of one activation; 16 to 64"))
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -99,7 +100,8 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _rank(rank: int, size: int, settings: list[Setting]) -> list[dict[str, Any]]:
-    """For each setting: the transfer's own time, and of each variant seconds, seconds in releases, and peak bytes."""
+    """For each setting: the time of one transfer, and for each variant its seconds, seconds in releases, and peak
+    bytes."""
     import torch.distributed as dist
 
     results = []
@@ -107,7 +109,7 @@ def _rank(rank: int, size: int, settings: list[Setting]) -> list[dict[str, Any]]
         steps = {name: VariantStep(name, setting, rank, dist.group.WORLD) for name in VARIANTS}
         transfer = transfer_seconds(rank, setting.work.message_bytes)
         peaks = {}
-        for name, step in steps.items():  # which warms up, too
+        for name, step in steps.items():  # this step also warms up
             dist.barrier()
             peaks[name] = peak_bytes(step)
         seconds = timed_rounds(steps, setting.sweep.rounds, 0, dist.barrier)
@@ -119,7 +121,7 @@ def _rank(rank: int, size: int, settings: list[Setting]) -> list[dict[str, Any]]
 
 
 class VariantStep:
-    """One training step under one of the variants; call it."""
+    """One training step under one of the variants. A call runs it."""
 
     def __init__(
         self,
@@ -130,7 +132,8 @@ class VariantStep:
         transport: Any = None,
         stages: tuple[Callable[..., Any], Callable[..., Any]] = (),  # type: ignore[assignment]
     ) -> None:
-        """``stages``: what makes a stage from its forward's and backward's seconds, without and with copies."""
+        """``stages``: two functions that make a stage from its forward's and backward's seconds, without and with
+        copies."""
         work, sweep = setting.work, setting.sweep
         plan = build_plan(setting.work.spec())
         self.plan = wait_at_once(plan) if variant == WAIT_AT_ONCE else plan
@@ -150,7 +153,7 @@ class VariantStep:
         self.runs = 0
 
     def __call__(self) -> None:
-        """``losses`` are those of the step afterwards, on the last stage."""
+        """Run the step. On the last stage ``losses`` then has its losses."""
         releases = ReleaseTimer()
         iterators, settings = [None] * len(self.chunks), StepSettings.from_config(self.config)
         steps = ModelSteps(self._forward_step, iterators, self.chunks, settings, self.options)
@@ -170,7 +173,7 @@ def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def wait_at_once(plan: Plan) -> Plan:
-    """``plan`` with the release of every output right after its send."""
+    """``plan``, with the release of every output moved right after its send."""
     programs = []
     for program in plan.programs:
         early: list[ins.Instruction] = []
@@ -186,7 +189,8 @@ def wait_at_once(plan: Plan) -> Plan:
 
 
 class FreesAtOnce(PlanExecutor):
-    """Deallocates an output as soon as its send is posted; waits for no output's send before the end of the step."""
+    """Deallocates an output as soon as its send is posted, and waits for the sends of outputs only at the end of the
+    step."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -200,7 +204,7 @@ class FreesAtOnce(PlanExecutor):
     def _forward(self, at: Task) -> None:
         super()._forward(at)
         if at.stage == self.loss_stage:
-            self._copies(at).clear()  # which is not sent
+            self._copies(at).clear()  # the last stage's output is not sent
 
     def _send_f(self, at: Task) -> None:
         copy = self._copies(at).popleft()
@@ -218,7 +222,7 @@ class FreesAtOnce(PlanExecutor):
 
 
 class ReleaseTimer:
-    """An observer of the engine: seconds in releases of outputs."""
+    """An observer of the engine that adds up the seconds in releases of outputs."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

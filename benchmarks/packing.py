@@ -1,4 +1,4 @@
-"""Steps of packed sequences of two public length distributions: in a fixed order, and planned one step ahead."""
+"""Steps of packed sequences with lengths from two public traces, in a fixed order and planned one step ahead."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from megatron_pp.weight_grad import split_weight_grad
 
 HELP = "steps of packed sequences of public length distributions, planned one step ahead, beside a fixed order"
 QUICK = {"steps": 2, "forward_ms": 20.0}
-_HIDDEN = 8  # floats that a message has for each token
-_LAYER = (4096, 14336)  # hidden and FFN size of the layers, whose attention costs so much of a long sequence
+_HIDDEN = 8  # floats of a message for each token
+_LAYER = (4096, 14336)  # hidden and FFN size of the layers, which decide the cost of a sequence's attention
 _RANKS_AND_TOKENS = {"azure": (4, 4096), "mooncake": (8, 16384)}
 _SCHEDULES = {"1f1b": 1, "zb_h1": 1, "interleaved_1f1b": 2}
 
 
 @dataclass(frozen=True)
 class Case:
-    """``splits``: the model can put weight gradients off, which the plan of a step may use."""
+    """One setting. ``splits``: the model can defer weight gradients, and the plan of a step may use that."""
 
     trace: str
     rules: PackingRules
@@ -57,7 +57,7 @@ class Case:
 
 
 def rules_of(trace: str) -> PackingRules:
-    """Ranks and tokens of each that fit the trace's longest sequence."""
+    """The packing rules of a trace: enough ranks and tokens of each for its longest sequence."""
     return PackingRules(*_RANKS_AND_TOKENS[trace], pair_cost(*_LAYER))
 
 
@@ -70,9 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser,
         pp=4,
-        sequences=(128, "of a step, on all pipelines"),
+        sequences=(128, "sequences of a step, on all pipelines"),
         steps=6,
-        forward_ms=(80.0, "of a rank's whole forward, on average over the microbatches; its backward takes twice that"),
+        forward_ms=(
+            80.0,
+            "milliseconds of a rank's whole forward, on average over the microbatches; its backward takes twice that",
+        ),
         timeout=900.0,
     )
     parser.add_argument("--lengths", nargs="+", choices=list(_RANKS_AND_TOKENS), default=list(_RANKS_AND_TOKENS))
@@ -88,12 +91,12 @@ def run(args: argparse.Namespace) -> Report:
         [
             "Lengths are drawn from benchmarks/sequence_lengths.csv (azure: Azure LLM inference trace 2023, "
             "conversations, packed for 4 pipelines of 4,096 tokens a microbatch; mooncake: Mooncake's FAST'25 "
-            "conversation trace, 8 of 16,384), costs are those of layers with hidden size 4,096 and FFN 14,336. "
-            "Fixed: the microbatches as their first sequences arrive, under the schedule. Planned: the same "
-            "microbatches in the order, and under the plan, that PackedSteps finds while the step before runs. "
-            "Simulated: transfers free. Measured: compute sleeps for what the slowest pipeline's takes, gloo on the "
-            "loopback; medians over the steps. Longest: the costliest microbatch over the mean. Waited: for the "
-            "search, a step."
+            "conversation trace, for 8 pipelines of 16,384). Costs are those of layers with hidden size 4,096 and FFN "
+            "14,336. Fixed: the microbatches in the order in which their first sequences arrive, under the schedule. "
+            "Planned: the same microbatches in the order and under the plan that PackedSteps finds while the previous "
+            "step runs. Simulated: transfers take no time. Measured: compute sleeps as long as the slowest pipeline's "
+            "compute takes, gloo on the loopback; medians over the steps. Longest: the cost of the costliest "
+            "microbatch over the mean cost. Waited: the time per step that ranks wait for the search."
         ],
     )
 
@@ -125,7 +128,7 @@ def _row(case: Case, args: argparse.Namespace) -> Row:
 
 
 def _compared(kind: str, planned: Sequence[float], fixed: Sequence[float]) -> Row:
-    """Medians over the steps, of times and of their ratios."""
+    """The medians over the steps of both times and of their ratio."""
     medians = (1e3 * statistics.median(times) for times in (planned, fixed))
     ratio = statistics.median(mine / theirs for mine, theirs in zip(planned, fixed, strict=True))
     row = dict(zip((f"{kind}planned ms", f"{kind}fixed ms"), medians, strict=True))
@@ -136,7 +139,8 @@ _RUNS = ("planned", "fixed")
 
 
 def _simulated(case: Case, size: int, step: PackedStep) -> tuple[float, float, tuple[float, ...]]:
-    """Of the planned order and of the fixed one, in forwards of a stage; and the planned order's costs."""
+    """The simulated steps in the planned and in the fixed order, in forwards of a stage, and the costs in the planned
+    order."""
     spec = PlanSpec(case.schedule, size, case.chunks, len(step.slots))
     found = plan_ahead(NextStep(spec, step.costs, splits=case.splits))
     running = build_plan(spec)
@@ -156,12 +160,13 @@ def _shares(step: PackedStep) -> tuple[float, ...]:
 
 
 def _rank(rank: int, size: int, case: Case, lengths: Sequence[Sequence[int]], seconds: float) -> dict[str, list[Any]]:
-    """Of each step but the first: seconds planned and in fixed order, in turns, and its costs as planned."""
+    """For each step except the first: its seconds as planned and in the fixed order, in turns, and its planned
+    costs."""
     found: dict[str, list[Any]] = {"planned": [], "fixed": [], "costs": []}
     arriving = [as_it_arrives(packed(one, case.rules)) for one in lengths]
     unplanned = _Pipeline(case, size, 0.0)
     for step in arriving:
-        unplanned.timed(step)  # makes the schedule's plan for its number of microbatches, which the process keeps
+        unplanned.timed(step)  # the process makes and keeps the plan for this number of microbatches
     steps = PackedSteps(lengths, case.rules)
     planned = _Pipeline(case, size, seconds, microbatch_costs=steps)
     fixed = _Pipeline(case, size, seconds)
@@ -170,13 +175,13 @@ def _rank(rank: int, size: int, case: Case, lengths: Sequence[Sequence[int]], se
         found["planned"].append(planned.timed(step))
         found["costs"].append(step.costs)
         if place < len(arriving):
-            step = steps.next()  # now, so that a search has the time of one step
+            step = steps.next()  # called here, so that a search has the time of one step
         found["fixed"].append(fixed.timed(arrived))
     return {name: values[1:] for name, values in found.items()} | {"waited": [steps.waited]}
 
 
 class _Pipeline:
-    """One rank of the first pipeline, whose microbatches take what the slowest pipeline's do."""
+    """One rank of the first pipeline. Its microbatches take as long as those of the slowest pipeline."""
 
     def __init__(self, case: Case, size: int, seconds: float, **fields: Any) -> None:
         import torch.distributed as dist

@@ -1,6 +1,6 @@
-"""The simulator's makespan beside the measured one: gloo on a shaped link, with compute of known length.
+"""The simulated and the measured length of a step, with gloo on a shaped link and compute of known length.
 
-Long compute and a slow link by default, so that a busy machine disturbs little.
+By default compute is long and the link is slow, so that a busy machine has little effect.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ def run(args: argparse.Namespace) -> Report:
         rows,
         sweep_settings(args),
         [
-            "Predicted from the plan that ran, the length that compute was given, and the time of one transfer on the "
-            "idle link. Measured: the merged traces of all ranks. Off by: predicted over the median, less one.",
-            "Wanted: within 0.05.",
+            "Predicted: from the plan that ran, the set length of compute, and the time of one transfer on the idle "
+            "link. Measured: from the merged traces of all ranks. Off by: predicted over the measured median, minus "
+            "one.",
+            "Target: within 0.05.",
         ],
     )
 
 
 def _rank(rank: int, size: int, works: list[tuple[float, Work]], sweep: Sweep, folder: str) -> list[float]:
-    """Runs every work with its traces in a folder of its own; returns the time of one transfer of each."""
+    """Run every work, with its traces in a folder of its own. Returns the time of one transfer for each."""
     import torch.distributed as dist
 
     os.environ[variable_of("trace_steps")] = f"{_WARMUP + 1}-{_WARMUP + sweep.rounds}"

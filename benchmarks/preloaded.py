@@ -1,4 +1,4 @@
-"""Imported once for all ranks of a benchmark that runs peers, by the process that they are forked from."""
+"""The process from which a benchmark with peers forks its ranks imports this module, once for all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as processes, forked from one that has imported torch and the peers; the import takes 10 s."""
+"""Ranks as processes. They are forked from a process that has imported torch and the peers, which takes 10 s."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.shaped_network import Place, shaped_network
 def run_ranks(
     function: Callable[..., Any], size: int, args: tuple[Any, ...], peers: bool = False, **options: Any
 ) -> list[Any]:
-    """`testkit.processes.run_processes`, with its options: ``function(rank, size, *args)`` on every rank.
+    """Run ``function(rank, size, *args)`` on every rank, by `testkit.processes.run_processes` and with its options.
     ``peers``: import Megatron-core and the checkout before the ranks are forked."""
     from testkit.processes import run_processes
 
@@ -35,7 +35,7 @@ def run_on_shaped_network(
     timeout: float,
     peers: bool = False,
 ) -> list[Any]:
-    """``function(rank, size, *args)`` on every rank, with gloo over links of ``rate_mbit``; results in rank order."""
+    """Run ``function(rank, size, *args)`` on every rank, with gloo over links of ``rate_mbit``. Results are by rank."""
     with tempfile.TemporaryDirectory() as folder, shaped_network(size, rate_mbit) as places:
         store = os.path.join(folder, "store")
         return run_ranks(_placed, size, (places, store, function, args), backend=None, peers=peers, timeout=timeout)
@@ -56,7 +56,7 @@ def _placed(
 
 
 def transfer_seconds(rank: int, num_bytes: int, repeats: int = 5) -> float:
-    """How long a message of that size takes from rank 0 to rank 1 on the idle link, at best. All ranks call it."""
+    """The least seconds of a message of ``num_bytes`` from rank 0 to rank 1 on the idle link. All ranks call this."""
     tensor = torch.zeros(num_bytes // 4)
     best = float("inf")
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""One paragraph on each benchmark of docs/performance.md: what its chart shows, in numbers taken from its report."""
+"""Writes a paragraph for each benchmark of docs/performance.md: the result in its chart, with numbers of its report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PEERS = {
 
 
 def _peers(report: Report) -> dict[str, str]:
-    """Engine -> its name, of a Megatron-core with the release that was measured."""
+    """Engine -> its name in sentences. The name of a Megatron-core has the measured release."""
     names = dict(PEERS)
     for engine, package in (("megatron", "megatron-core"), ("megatron-main", "Megatron-LM")):
         if package in report.settings:
@@ -28,7 +28,7 @@ def _peers(report: Report) -> dict[str, str]:
 
 
 def reading(report: Report) -> str:
-    """The paragraph, or an empty string where there is none for this benchmark."""
+    """The paragraph of a report, "" if its benchmark has none."""
     write = READINGS.get(report.name)
     return "" if write is None else write(report)
 
@@ -48,11 +48,11 @@ def overhead(report: Report) -> str:
 
 
 def _plugged_in(rows: Sequence[Row], column: str) -> str:
-    """Sentences on ours under `install()`."""
+    """Sentences about our engine under `install()`."""
     of = {engine: {row["setting"]: row for row in _rows(rows, engine=engine)} for engine in (PLUG_IN, "megatron")}
 
     def compared(measured: str) -> str:
-        """What is typical, and its ratio to Megatron-core's."""
+        """The typical value, and its typical ratio to Megatron-core's."""
         both = [
             (mine[measured], theirs[measured])
             for setting, mine in of[PLUG_IN].items()
@@ -83,7 +83,7 @@ def sharded(report: Report) -> str:
 
 
 def _over_bound(rows: Sequence[Row], named: dict[str, str], steps: str) -> str:
-    """A sentence on ours, and on the peers."""
+    """A sentence about our engine, and one about the peers."""
     peers = [
         f"{name} takes {_typical(theirs, form='{:.2f}')}"
         for engine, name in named.items()
@@ -94,7 +94,7 @@ def _over_bound(rows: Sequence[Row], named: dict[str, str], steps: str) -> str:
 
 
 def _faster(rows: Sequence[Row]) -> str:
-    """At how many points a peer is faster."""
+    """A sentence that says at how many points a peer is faster."""
     at = {_point(row): row["ms (median)"] for row in rows if row["engine"] == "ours"}
     gaps = [row["ms (median)"] / at[_point(row)] - 1 for row in rows if row["engine"] != "ours"]
     slower = [gap for gap in gaps if gap < 0]
@@ -224,19 +224,19 @@ def _point(row: Row) -> tuple[object, ...]:
 
 
 def _range(values: Sequence[float], form: str = "") -> str:
-    """ "2 to 7", or the value where all look the same; with three digits, and all of a number from 1,000 on."""
+    """ "2 to 7", or the value if all look the same. Numbers have three digits, and from 1,000 on all digits."""
     low, high = ((form or ("{:,.0f}" if end >= 1000 else "{:.3g}")).format(end) for end in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
 
 def _typical(values: Sequence[float], unit: str = "", form: str = "") -> str:
-    """ "3 (2 to 7)": the median and the range, or the value where all look the same."""
+    """ "3 (2 to 7)": the median and the range, or the value if all look the same."""
     median, whole = _range([statistics.median(values)], form), _range(values, form)
     return f"{median}{unit}" if whole == median else f"{median}{unit} ({whole})"
 
 
 def _capital(sentence: str) -> str:
-    """``sentence`` with a capital letter, but for the name that is written small."""
+    """``sentence`` with a capital letter. A name that is written small stays small."""
     return sentence if sentence.startswith("torch") else f"{sentence[0].upper()}{sentence[1:]}"
 
 

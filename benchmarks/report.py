@@ -1,4 +1,5 @@
-"""The results of a benchmark: rows with named columns, as JSON, and as a table for a terminal or a page of Markdown."""
+"""The results of a benchmark: rows with named columns. They are written as JSON, and as a table for a terminal or a
+page."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ class BenchmarkError(RuntimeError):
 
 
 class NoDeviceError(BenchmarkError):
-    """There is no GPU here, for a benchmark that needs one."""
+    """A benchmark needs a GPU, and this machine has none."""
 
 
 @dataclass
 class Report:
-    """``columns`` are those that tables show, in order, by default all that the rows have, in their order."""
+    """The results of one benchmark. ``columns``: the columns of its tables, by default all columns of the rows."""
 
     name: str
     title: str
@@ -39,7 +40,7 @@ class Report:
         self.columns = self.columns or list(dict.fromkeys(column for row in self.rows for column in row))
 
     def text(self) -> str:
-        """The table for a terminal, with what it was measured on."""
+        """The table for a terminal, with the settings, versions and machine of the measurement."""
         cells = self.cells()
         widths = [max(len(line[k]) for line in cells) for k in range(len(self.columns))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
@@ -47,7 +48,7 @@ class Report:
         return "\n".join([f"\n{self.title}", f"({self.circumstances()})", *lines, *self.notes])
 
     def cells(self) -> list[list[str]]:
-        """The table for a page, its head first."""
+        """The rows of the table for a page. The first one is the head."""
         return [self.columns, *([shown(row.get(c)) for c in self.columns] for row in self.rows)]
 
     def write(self, folder: Path) -> list[Path]:
@@ -62,13 +63,14 @@ class Report:
         return cls(**json.loads(path.read_text()))
 
     def circumstances(self) -> str:
-        """What it was measured with: settings, versions, machine."""
+        """The settings, versions and machine of the measurement, in one line."""
         facts = [f"{key} {value}" for key, value in {**self.settings, **self.machine}.items()]
         return ", ".join(facts)
 
 
 def add_options(parser: argparse.ArgumentParser, **options: Any) -> None:
-    """``forward_ms=(80.0, "help")`` is ``--forward-ms``, of the type of its default; a list takes several values."""
+    """Add options: ``forward_ms=(80.0, "help")`` adds ``--forward-ms`` with the type of its default. An option whose
+    default is a list takes several values."""
     for name, given in options.items():
         default, text = given if isinstance(given, tuple) else (given, None)
         several: Row = (
@@ -78,13 +80,14 @@ def add_options(parser: argparse.ArgumentParser, **options: Any) -> None:
 
 
 def numbers_of(args: argparse.Namespace) -> Row:
-    """The options that are numbers, but for the timeout, for the line below a table."""
+    """The options that are numbers, without the timeout. Reports record them as settings."""
     numbers = {name: value for name, value in vars(args).items() if type(value) in (int, float)}
     return {name.replace("_", " "): value for name, value in numbers.items() if name != "timeout"}
 
 
 def files_of(name: str, folder: Path) -> list[Path]:
-    """NAME.json and NAME.txt in the folder, which is made. Raises BenchmarkError where they cannot be written."""
+    """The paths of NAME.json and NAME.txt in the folder, which is made. Raises BenchmarkError if they cannot be
+    written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -92,7 +95,7 @@ def files_of(name: str, folder: Path) -> list[Path]:
     files = [folder / f"{name}.json", folder / f"{name}.txt"]
     for path in files:
         if path.exists() and not path.is_file():
-            raise BenchmarkError(f"--out {folder}: {path} is no file, so the report cannot be written")
+            raise BenchmarkError(f"--out {folder}: {path} is not a file, so the report cannot be written")
     return files
 
 
@@ -105,7 +108,7 @@ def shown(value: Any) -> str:
 
 
 def machine_facts() -> Row:
-    """The environment of the numbers. The load shows whether the machine was idle."""
+    """The versions and the machine of a measurement. The load shows whether the machine was idle."""
     import torch
 
     return {

@@ -1,4 +1,4 @@
-"""Timing in turns: every round runs every engine once, each round beginning with another one."""
+"""Timing in turns: each round runs every engine once, and begins with another engine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def timed_rounds(
     around: Callable[[str], AbstractContextManager[None]] = nullcontext,
     settling: int = 0,
 ) -> dict[str, list[float]]:
-    """Seconds of each step in each round. ``before_each`` (a barrier) and what ``around(name)`` does before and after a
-    step are not counted. The garbage collector is off while a step runs, and runs between steps.
+    """The seconds of each step in each round. ``before_each`` (a barrier) and the work of ``around(name)`` before and
+    after a step are not counted. The garbage collector is off while a step runs, and runs between steps.
 
-    ``settling``: steps that run in ``around(name)`` before the one that is timed. A context that replaces functions,
-    as `install()` does, costs the step behind it some 10% of its host time: Python looks up anew what it had cached.
+    ``settling``: steps that run in ``around(name)`` before the timed one. A context that replaces functions, as
+    `install()` does, makes the next step's host time some 10% longer, because Python must look up cached names again.
 
-    ``clock``: where all work is done by the calling thread, ``time.thread_time`` leaves out what other processes take.
+    ``clock``: if the calling thread does all work, ``time.thread_time`` leaves out the time of other processes.
     """
     names = list(steps)
     for _ in range(warmup):
@@ -36,7 +36,7 @@ def timed_rounds(
                 steps[name]()
     seconds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
-    gc.freeze()  # what is loaded is not looked through again between steps
+    gc.freeze()  # collections between steps skip loaded objects
     for number in range(rounds):
         start = number % max(1, len(names))
         for name in names[start:] + names[:start]:
@@ -56,14 +56,14 @@ def timed_rounds(
 
 
 def print_progress(rank: int, done: int, of: int, label: str, seconds: Mapping[str, list[float]]) -> None:
-    """Rank 0 prints its results so far to stderr: these runs are long, and may be interrupted."""
+    """Print the results so far to stderr, on rank 0: these runs are long, and may be interrupted."""
     if rank == 0:
         figures = ", ".join(f"{name} {summary(times, 1e3)['median']:.0f} ms" for name, times in seconds.items())
         print(f"[{done}/{of}] {label}: {figures}", file=sys.stderr, flush=True)
 
 
 def slowest_rank(per_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Step times of the pipeline: of each round, those of the rank that took longest."""
+    """The step times of the pipeline: in each round, that of the slowest rank."""
     return {name: [max(times) for times in zip(*(r[name] for r in per_rank), strict=True)] for name in per_rank[0]}
 
 
@@ -72,6 +72,6 @@ def summary(seconds: list[float], scale: float = 1.0) -> dict[str, float]:
 
 
 def beside_bound(seconds: list[float], bound: float) -> dict[str, float]:
-    """A table's columns of an engine's rounds beside the step that no engine can be below, all in seconds."""
+    """The columns of a table for an engine's rounds. ``bound`` is the lower bound of a step, in seconds."""
     times = summary(seconds, 1e3)
     return {"ms (min)": times["min"], "ms (median)": times["median"], "over bound": times["median"] / (bound * 1e3)}

@@ -10,8 +10,8 @@
 Every pair of ranks has a link (a veth pair) of its own, and each direction of it a token bucket of its own, so that
 no transfer takes another link's bandwidth. Nothing outside the namespaces is changed.
 
-Namespaces are removed when the benchmark ends, also by SIGTERM. Their names have the process id of the benchmark: what
-a killed one has left, the next one removes.
+Namespaces are removed when the benchmark ends, also by SIGTERM. Their names have the process id of the benchmark. If a
+benchmark is killed, the next one removes its namespaces.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from benchmarks.report import BenchmarkError
 
 _CLONE_NEWNET = 0x40000000
 _NAME = re.compile(r"mpp(\d+)_\d+")
-_MTU_BYTES = 9000  # jumbo frames, as clusters have; shaping 1500 bytes at a time keeps two cores busy from 1 Gbit/s on
+# Jumbo frames, as clusters have; with frames of 1500 bytes, shaping keeps two cores busy from 1 Gbit/s on.
+_MTU_BYTES = 9000
 _TCP = {
-    # What a connection may have queued at a link: about what the driver of a network card allows. Linux's 1 to 4 MB
-    # would hold up all that goes behind, acknowledgements of the other direction too, for 20 to 80 ms at 400 Mbit/s.
+    # The limit of a connection's queue at a link, about that of a network card's driver. With Linux's 1 to 4 MB all
+    # later packets, also acknowledgements of the other direction, would wait for 20 to 80 ms at 400 Mbit/s.
     "tcp_limit_output_bytes": 128 * 1024,
-    # Engines take turns, so that the connections of each are idle for seconds between two of its steps, as in no
-    # training. By default TCP would begin slowly each time, with engines alone that have connections of their own.
+    # Engines take turns, so an engine's connections are idle for seconds between two of its steps, unlike in training.
+    # By default TCP would start slowly each time, but only for engines that have connections of their own.
     "tcp_slow_start_after_idle": 0,
 }
-_BURST_BYTES = 32 * 1024  # small, or short messages would pass unshaped; one segment of the loopback at least
+_BURST_BYTES = 32 * 1024  # small, because short messages would pass unshaped; at least one segment of the loopback
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Place:
 @contextlib.contextmanager
 def shaped_network(size: int, rate_mbit: float) -> Iterator[list[Place]]:
     """Make the namespaces and links, and remove them afterwards. ``rate_mbit`` holds for each direction of each link.
-    Raises BenchmarkError where that is not allowed, or ip, tc or sysctl is missing."""
+    Raises BenchmarkError if the process may not make them, or if ip, tc or sysctl is missing."""
     for tool in ("ip", "tc", "sysctl"):
         if shutil.which(tool) is None:
             raise BenchmarkError(f"a shaped link needs the command `{tool}` (packages iproute2, procps)")
@@ -81,7 +82,7 @@ def shaped_network(size: int, rate_mbit: float) -> Iterator[list[Place]]:
 
 
 def remove_orphans() -> list[str]:
-    """Remove the namespaces of benchmarks that have ended; returns their names."""
+    """Remove the namespaces of benchmarks that have ended. Returns their names."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     found = [match for line in listed.splitlines() if (match := _NAME.fullmatch(line.split()[0]))]
     orphans = [match[0] for match in found if not os.path.exists(f"/proc/{match[1]}")]
@@ -92,7 +93,7 @@ def remove_orphans() -> list[str]:
 
 @contextlib.contextmanager
 def sigterm_unwinds() -> Iterator[None]:
-    """SIGTERM ends the process as an exception does, through every ``finally``."""
+    """In this context SIGTERM raises an exception, so that every ``finally`` runs."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

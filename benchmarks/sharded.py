@@ -1,4 +1,4 @@
-"""Steps of stages that FSDP2 shards over two replicas of the pipeline, ours beside torch's, on a slow link."""
+"""Steps of stages that FSDP2 shards over two replicas of the pipeline, under our engine and torch's, on slow links."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HELP = "steps of stages in FSDP2 beside torch's, with collectives and messages o
 QUICK = {"rounds": 1, "forward_ms": 35.0, "ratios": [0.5], "chunks": [1, 2]}
 REPLICAS = 2
 SCHEDULES = {1: "1f1b", 2: "interleaved_1f1b", 4: "interleaved_1f1b"}
-MOST_WHOLE = 3  # stages of a rank, as torch's runtime keeps
+MOST_WHOLE = 3  # stages of a rank that have whole parameters at a time, as in torch's runtime
 TORCHS = ("torch", "torch per-edge")
 
 
@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         pp=([2, 4], "pipeline sizes, of two replicas each (default 2 4)"),
         chunks=([1, 2, 4], "stages of a rank: 1 is 1F1B, more are interleaved (default 1 2 4)"),
         microbatches=8,
-        forward_ms=(50.0, "of one stage; a backward takes twice as long (default 50)"),
+        forward_ms=(50.0, "milliseconds of one stage's forward; a backward takes twice as long (default 50)"),
         transfer=(0.25, "transfer over forward (default 0.25)"),
         ratios=([0.25, 0.5, 1.0], "gather of a stage's parameters over forward (default 0.25 0.5 1)"),
-        rate_mbit=(400.0, "of each direction of each link (default 400)"),
+        rate_mbit=(400.0, "Mbit/s of each direction of each link (default 400)"),
         rounds=3,
         timeout=(900.0, "seconds for each pipeline size"),
     )
@@ -70,18 +70,18 @@ def run(args: argparse.Namespace) -> Report:
         rows,
         sweep_settings(args) | {"transfer / F": args.transfer, "replicas": REPLICAS},
         [
-            "Gather / F: an all-gather of one stage's parameters over a forward. Bound: the simulator on the same "
-            "order of compute, messages and collectives each as long as measured on the idle links and overlapped "
-            "as far as the order allows, at most 3 stages of a rank whole; but FSDP2 waits for a reduce-scatter "
-            "on gloo where it posts it, and so does the bound. In the background: the bound without that. Over "
-            "bound is taken of the medians.",
-            "Wanted of ours: at most 1.05, and never above torch.",
+            "Gather / F: an all-gather of one stage's parameters over a forward. Bound: the simulated step with the "
+            "same order of compute. Messages and collectives take the time measured on the idle links, and overlap as "
+            "far as the order allows; at most 3 stages of a rank have whole parameters. On gloo FSDP2 waits for a "
+            "reduce-scatter as soon as it posts it, and the bound includes that wait. In the background: the bound "
+            "without that wait. Over bound: the median step over the bound.",
+            "Targets of ours: at most 1.05, and never above torch.",
         ],
     )
 
 
 class _Times(NamedTuple):
-    """Of one transfer between stages, and of one stage's collectives, in seconds, on idle links."""
+    """The seconds of one transfer between stages, and of one stage's collectives, on idle links."""
 
     transfer: float
     gather: float
@@ -97,12 +97,13 @@ class WideStage(TimedStage):
 
 
 def _elements(sweep: Sweep, ratio: float) -> int:
-    """Of a stage whose all-gather takes ``ratio`` forwards: each replica sends its part to all others."""
+    """The number of elements of a stage whose all-gather takes ``ratio`` forwards. Each replica sends its part to all
+    others."""
     return round(sweep.message_bytes(ratio) / 4 / (REPLICAS - 1)) * REPLICAS
 
 
 def _rank(rank: int, size: int, works: list[tuple[float, Work]], sweep: Sweep) -> list[dict[str, Any]]:
-    """For each work: the times of transfers and collectives, and seconds of each engine."""
+    """For each work: the times of a transfer and of collectives, and the seconds of each engine's steps."""
     length = size // REPLICAS
     pipelines = [dist.new_group(list(range(first, first + length))) for first in range(0, size, length)]
     across = [dist.new_group(list(range(place, size, length))) for place in range(length)]
@@ -134,7 +135,7 @@ def _steps(work: Work, rank: int, group: Any, make_stage: Callable[[int], nn.Mod
 
 
 def _collective_seconds(elements: int, group: Any, repeats: int = 5) -> tuple[float, float]:
-    """Of an all-gather and of a reduce-scatter, at best. All ranks call it."""
+    """The least seconds of an all-gather and of a reduce-scatter. All ranks call this."""
     warnings.simplefilter("ignore", FutureWarning)  # newer torch has other names for both
     whole, part = torch.zeros(elements), torch.zeros(elements // REPLICAS)
     best = []
@@ -164,7 +165,7 @@ def bound_seconds(work: Work, sweep: Sweep, times: _Times, change: Callable[[Pla
 
 
 def reductions_waited(plan: Plan) -> Plan:
-    """``plan`` with each reduction waited for where it is posted, as FSDP2 does on gloo."""
+    """``plan``, with a wait right after each posted reduction, as in FSDP2 on gloo."""
     programs = []
     for program in plan.programs:
         waits = {at.chunk: at for at in program if at.op == WAIT_REDUCE_GRAD}

@@ -1,5 +1,5 @@
-"""Slices of sequences beside 1F1B at equal tokens: the step of ranks whose compute takes a known time, and peak memory
-and step of a real GPT."""
+"""Slices of sequences compared with 1F1B at equal tokens: steps of ranks whose compute takes a known time, and peak
+memory and steps of a real GPT."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CASES = (Case(1), Case(2), Case(4), Case(8), Case(4, balanced=True))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    sleep = 80.0, "of a microbatch, where stages sleep"
+    sleep = 80.0, "milliseconds of a microbatch's forward, if stages sleep"
     add_options(parser, pp=4, microbatches=4, seq=2048, layers=8, hidden=128, forward_ms=sleep)
     add_options(parser, steps=(3, "timed steps of each; one more comes before"), timeout=500.0)
 
@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> Report:
         rows,
         numbers_of(args),
         [
-            "Step: median of steps whose stages sleep, the backward twice as long as the forward; predicted is the "
-            "simulator's, with free transfers.",
-            "GPT: examples.gpt in fp32; its ranks share this machine's cores, so that another rank fills each bubble. "
-            "Peak: all bytes of the CPU's allocator in the first step, logits of the last rank included.",
-            "balanced: slices of equal cost under causal attention.",
+            "Step: the median of steps whose stages sleep; a backward takes twice as long as a forward. Predicted: the "
+            "simulator's step, in which transfers take no time.",
+            "GPT: examples.gpt in fp32. Its ranks share this machine's cores, so another rank fills each bubble. Peak: "
+            "the most bytes of the CPU's allocator in the first step, with the logits of the last rank.",
+            "Balanced: slices of equal cost under causal attention.",
         ],
     )
 
@@ -82,7 +82,7 @@ def _row(args: argparse.Namespace, case: Case, of_ranks: list[Row]) -> Row:
 
 
 def _rank(rank: int, size: int, args: argparse.Namespace) -> dict[Case, Row]:
-    """Of each case, the milliseconds of a step of either model, and the peak bytes of the GPT's first step."""
+    """For each case: the milliseconds of a step of both models, and the peak bytes of the GPT's first step."""
     found: dict[Case, Row] = {}
     for case in CASES:
         gpt = _gpt_step(rank, size, args, case)
@@ -94,7 +94,7 @@ def _rank(rank: int, size: int, args: argparse.Namespace) -> dict[Case, Row]:
 
 
 def median_ms(step: Step, steps: int) -> float:
-    """Of ``steps`` steps that begin together, after one more."""
+    """The median milliseconds of ``steps`` steps that begin together on all ranks, after one more step."""
     times = []
     for _ in range(steps + 1):
         dist.barrier()

@@ -1,4 +1,4 @@
-"""The models that benchmarks run: one that does nothing, and those whose compute takes a known time."""
+"""The models that benchmarks run: one with almost no compute, and models whose compute takes a known time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 
 class AddWeight(torch.nn.Module):
-    """`x + w`: as little compute as a stage with a parameter can have. Keeps nothing for its backward."""
+    """`x + w`, the least compute of a stage with a parameter. Keeps nothing for its backward."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class AddWeight(torch.nn.Module):
 
 @contextmanager
 def lasting(seconds: float) -> Iterator[None]:
-    """What is inside takes that long: at its end, sleeps for what is left."""
+    """A context that takes ``seconds``: at its end it sleeps for the rest of the time."""
     until = time.perf_counter() + seconds
     yield
     time.sleep(max(0.0, until - time.perf_counter()))
@@ -36,8 +36,8 @@ def lasting(seconds: float) -> Iterator[None]:
 class TimedStage(torch.nn.Module):
     """A stage whose forward and backward take given times, by sleeping: cores stay free for the transfers.
 
-    Copies that a stage makes (its output, the gradient of its input) are counted into that time. With ``keeps_copies``
-    it makes one more of each output, for sending. ``cost``: of these times, for the microbatch of the next forward."""
+    The time includes the copies that a stage makes (its output, the gradient of its input). With ``keeps_copies`` it
+    makes one more copy of each output, for sending. ``cost`` is the next microbatch's factor on these times."""
 
     keeps_copies = False
 
@@ -59,7 +59,7 @@ class TimedStage(torch.nn.Module):
         return lasting(seconds)
 
     def weight_gradient(self, cost: float) -> torch.Tensor | None:
-        """What the backward gives for ``weight``."""
+        """The gradient of ``weight`` that the backward returns."""
         return torch.zeros_like(self.weight)
 
 
@@ -68,7 +68,7 @@ class CopyingStage(TimedStage):
 
 
 class BusyStage(TimedStage):
-    """A TimedStage on the current CUDA device, whose stream it keeps busy."""
+    """A TimedStage on the current CUDA device. It keeps the device's stream busy."""
 
     def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
         super().__init__(forward_seconds, backward_seconds)
@@ -86,7 +86,7 @@ class CopyingBusyStage(BusyStage):
 
 @cache
 def cycles_per_ms(device: torch.device) -> float:
-    """How long ``torch.cuda._sleep`` takes here."""
+    """The cycles of ``torch.cuda._sleep`` for one millisecond on this device."""
     cycles = 10_000_000
     torch.cuda._sleep(cycles)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

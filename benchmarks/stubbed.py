@@ -1,8 +1,8 @@
-"""A rank alone in one process: sends and receives return at once, so that what is left is the engine itself.
+"""A rank alone in one process. Its sends and receives return at once, so that only the engine's own time remains.
 
-Two ways. "calls": the functions that an engine calls to send and receive (torch.distributed.isend, irecv and
-batch_isend_irecv for the peers, our Transport for us) do nothing. "group": torch's fake process group does nothing,
-and each engine's own way down to it is counted.
+There are two kinds of stubs. "calls": the functions that an engine calls to send and receive do nothing. These are
+torch.distributed.isend, irecv and batch_isend_irecv for the peers, and our Transport for our engine. "group": torch's
+fake process group does nothing, and an engine's own calls down to the group are counted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def stubbed_group(rank: int, size: int, stub: str) -> Iterator[tuple[Any, Any]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    # torch's stages vote before their first step on whether their shapes are known; here all of them say yes.
+    # Before their first step torch's stages vote on whether their shapes are known. Here all of them vote yes.
     with patch.object(dist, "recv", lambda tensor, *args, **kwargs: tensor.fill_(1)):
         try:
             with _stubbed_calls() if stub == "calls" else contextlib.nullcontext():
@@ -67,7 +67,7 @@ def _stubbed_calls() -> Iterator[None]:
     def batch(operations: Sequence[Any]) -> list[Done]:
         return [work]
 
-    # P2POp accepts the two originals alone.
+    # P2POp accepts only the two original functions.
     unchecked = patch.object(dist.distributed_c10d, "_check_op", lambda op: None)
     with patch.multiple(dist, isend=send, irecv=post, batch_isend_irecv=batch), unchecked:
         yield

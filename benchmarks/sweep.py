@@ -1,4 +1,4 @@
-"""What the benchmarks on shaped links share: options, messages of a wanted size, compute of known length, the bound."""
+"""Parts that benchmarks on shaped links share: options, sizes of messages, compute of known length, the bound."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_pp.plan.ir.spec import OVERLAP, Plan
 from megatron_pp.plan.simulate.simulator import simulate
 
 CHUNKS = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 2}
-"""The schedules that are measured, with their number of model chunks on a rank."""
+"""Measured schedule -> its number of model chunks on a rank."""
 
 _FLOATS = 1024  # hidden size; the sequence length sets the size of a message
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Seconds of a forward and a backward of one chunk, the link's rate, and how often everything is run."""
+    """Seconds of a forward and a backward of one chunk, the link's rate, and the number of rounds."""
 
     forward: float
     backward: float
@@ -41,16 +41,19 @@ class Sweep:
         return StageCosts.uniform(work.num_stages, self.forward * scale, self.backward * scale, 0.0)
 
     def message_bytes(self, ratio: float) -> float:
-        """Of a message as long on the wire as ``ratio`` forwards, at the link's nominal rate."""
+        """The bytes of a message that takes ``ratio`` forwards at the link's nominal rate."""
         return ratio * self.forward * self.rate_mbit * 1e6 / 8
 
 
 def add_arguments(
     parser: argparse.ArgumentParser, *, schedules: Sequence[str], forward_ms: float, rate_mbit: float, **defaults: Any
 ) -> None:
-    """The options, with these defaults; others are numbers of microbatches, and the timeout."""
-    compute = forward_ms, f"of one chunk; a backward takes twice as long (default {forward_ms:g})"
-    rate = rate_mbit, f"of each direction of each link (default {rate_mbit:g})"
+    """Add the options with these defaults. ``defaults``: the timeout, and further options such as ``microbatches``."""
+    compute = (
+        forward_ms,
+        f"milliseconds of one chunk's forward; a backward takes twice as long (default {forward_ms:g})",
+    )
+    rate = rate_mbit, f"Mbit/s of each direction of each link (default {rate_mbit:g})"
     timeout = defaults.pop("timeout"), "seconds for each pipeline size"
     sizes = [2, 4], "pipeline sizes (default 2 4)"
     add_options(parser, pp=sizes, forward_ms=compute, rate_mbit=rate, rounds=3, timeout=timeout, **defaults)
@@ -89,7 +92,8 @@ def best_step(
     change: Callable[[Plan], Plan] = lambda plan: plan,
     **more: Any,
 ) -> float:
-    """Simulated, over all lookaheads: sends are waited as late as can be. ``more``: fields of the PlanSpec."""
+    """The shortest simulated step over all lookaheads, with sends waited for as late as possible. ``more``: fields of
+    the PlanSpec."""
     late = 2 * work.virtual_microbatches
 
     def step(lookahead: int) -> float:

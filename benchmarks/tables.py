@@ -1,5 +1,5 @@
-"""Put each benchmark in a folder of results into docs/performance.md, between its marks: chart, reading, and a link to
-its table in docs/data. What the tables were measured with is in docs/data/performance_runs.csv.
+"""Write each benchmark in a folder of results into docs/performance.md, between its marks: chart, reading, and a link
+to its table in docs/data. docs/data/performance_runs.csv has the settings and versions of each table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.charts import write_chart
 from benchmarks.readings import reading
 from benchmarks.report import BenchmarkError, Report, Row
 
-HELP = "renew charts, readings and tables of docs/performance.md from the JSON that the other subcommands wrote"
+HELP = "write charts, readings and tables of docs/performance.md from the JSON of the other subcommands"
 QUICK: dict[str, object] = {}
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 RUNS = "performance_runs"
@@ -28,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         required=True,
-        help="folders that --out named; what several hold of one benchmark becomes one table, in this order",
+        help="folders that --out named; results of one benchmark in several folders become one table, in this order",
     )
     parser.add_argument("--page", type=Path, default=PAGE)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The charts go into the folder `charts` beside the page. Returns 0."""
+    """Write the page, its tables, and its charts in the folder `charts` beside it. Returns 0."""
     reports: dict[str, Report] = {}
     for source in args.sources:
         found = sorted(source.glob("*.json"))
@@ -56,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def together(one: Report, other: Report) -> Report:
-    """The rows of both; settings and environment of both where they differ. Raises BenchmarkError
-    for tables of other columns."""
+    """One report with the rows of both. Settings and environment name both values if they differ. Raises BenchmarkError
+    if the columns differ."""
     if one.columns != other.columns:
-        raise BenchmarkError(f"two reports {one.name!r} have other columns: they were not made by one version")
+        raise BenchmarkError(f"two reports {one.name!r} have different columns: they were made by different versions")
     return replace(
         one,
         rows=one.rows + other.rows,
@@ -74,12 +74,12 @@ def _of_both(one: Row, other: Row) -> Row:
 
 
 def with_table(text: str, page: Path, report: Report, chart: Path | None) -> str:
-    """``text`` with chart, reading and a link to the table between the report's marks; writes the table beside it.
-    Raises BenchmarkError."""
+    """``text`` with chart, reading and a link to the table between the report's marks. Writes the table beside the
+    page. Raises BenchmarkError if the page has no marks."""
     start, end = f"<!-- table {report.name} -->", f"<!-- end {report.name} -->"
     pattern = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
     if not pattern.search(text):
-        raise BenchmarkError(f"the page has no marks {start} and {end} to put the table between")
+        raise BenchmarkError(f"the page has no marks {start} and {end} for the table")
     parts = [
         f"![{report.title}]({chart.parent.name}/{chart.name})" if chart is not None else "",
         reading(report),

@@ -1,4 +1,4 @@
-"""What recording a trace costs: CPU time of a step with and without, transport stubbed."""
+"""The cost of recording a trace: CPU time of a step with and without it, with a stubbed transport."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUICK = {"rounds": 15}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    share = 10.0, "F+B of one microbatch and chunk, which the share is taken of"
+    share = 10.0, "milliseconds of F+B of one microbatch and chunk, of which the share is computed"
     add_options(parser, rounds=(30, "repeats, in turns (default 30)"), microbatches=64, compute_ms=share)
 
 
@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> Report:
         numbers_of(args),
         [
             "Medians of the CPU time of one rank's step, transport stubbed, model x + w on 8 floats, per virtual "
-            "microbatch (F+B); writing the step to the file is included. Share: of the compute time above.",
-            "Wanted: share at most 0.01.",
+            "microbatch (F+B). They include writing the step to the file. Share: of the compute time above.",
+            "Target: share at most 0.01.",
         ],
     )
 
@@ -66,7 +66,7 @@ def _row(work: Work, rank: int, args: argparse.Namespace) -> Row:
 
 
 class _ReceivesZeros(StubTransport):
-    """Ranks compare their clocks by whole numbers, which are read."""
+    """A stub whose receives of whole numbers give zeros: ranks compare their clocks by them."""
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Done:
         return super().irecv(tensor if tensor.is_floating_point() else tensor.zero_(), peer, channel)

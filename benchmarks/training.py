@@ -21,7 +21,8 @@ from testkit.processes import run_processes
 HELP = "tokens/s of a real GPT: ours, and Megatron-core's GPTModel under our engine and under its own"
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 QUICK = {"steps": 3}
-POLICIES = {1: ("plain", "batched"), 2: ("overlap", "overlap+flush")}  # by number of chunks: what Megatron-core has
+# Number of chunks -> the policies that Megatron-core has.
+POLICIES = {1: ("plain", "batched"), 2: ("overlap", "overlap+flush")}
 OURS = "examples.gpt.gpt, scripts/train.py"
 
 
@@ -41,19 +42,19 @@ def run(args: argparse.Namespace) -> Report:
         rows,
         numbers_of(args) | versions(),
         [
-            "GPTModel rows of one library, V and policy were run in turns in the same processes: only the schedule "
-            "differs. Vocabulary 256, fp32, Adam. Our GPT is a different model of the same sizes, run separately: no "
-            "comparison of engines.",
+            "GPTModel rows of one library, V and policy ran in turns in the same processes, so only the schedule "
+            "differs. Vocabulary 256, fp32, Adam. Our GPT is a different model of the same sizes. It ran separately, "
+            "so its row does not compare engines.",
         ],
     )
 
 
 def _megatron_rows(args: argparse.Namespace, library: str, checkout: Path | None) -> list[Row]:
-    """Of each case, a row for either engine. ``checkout`` None: with the installed Megatron-core."""
+    """A row for each case and engine. ``checkout`` None: the installed Megatron-core."""
     cases = _cases(args)
     environment = {} if checkout is None else {"PYTHONPATH": os.pathsep.join([str(checkout), os.environ["PYTHONPATH"]])}
     given = (cases, args.timeout)
-    # In a process of its own, as the runner that it starts keeps the library that it has imported.
+    # In a process of its own, because the runner that it starts keeps the library that it has imported.
     outcomes = run_processes(
         _outcomes, 1, given, backend=None, timeout=args.timeout * len(cases), environment=environment
     )[0]
@@ -78,7 +79,7 @@ def _cases(args: argparse.Namespace) -> list[Case]:
             vp=chunks if chunks > 1 else None,
             microbatches=args.microbatches,
             policy=policy,
-            # 0.16.1 frees before its sends are read when it overlaps; without, both engines keep the outputs.
+            # With overlap 0.16.1 frees outputs before their sends are read, so both engines keep the outputs.
             deallocate=False,
             steps=args.steps,
             optimizer="adam",
@@ -108,7 +109,8 @@ def _row(model: str, chunks: int, policy: str, engine: str, args: argparse.Names
 
 
 def measure(case: Any) -> dict[str, list[float]]:
-    """On each rank: seconds per step of either engine, in turns. A ``check`` of ``testkit.megatron.runner``."""
+    """The seconds of steps of both engines on this rank, in turns. This is a ``check`` of
+    ``testkit.megatron.runner``."""
     from benchmarks.megatron_stages import in_turns
     from testkit.megatron.lab import Run
 

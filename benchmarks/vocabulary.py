@@ -1,5 +1,5 @@
-"""An output layer that is split over all ranks, beside one on the last stage: steps of ranks whose compute takes a
-known time, of which the output layer takes that of some transformer layers more."""
+"""An output layer that is split over all ranks, compared with one on the last stage. Compute takes a known time; the
+output layer costs as much as several transformer layers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ CASES = ("1f1b", "vocab_1f1b", "vocab_1f1b_alg1")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    layer = 10.0, "forward of a layer; its backward takes twice as long"
-    add_options(parser, pp=4, microbatches=16, layers=(4, "of each rank"), layer_ms=layer)
-    add_options(parser, output_layers=(2.4, "layers that the output layer costs as much as"))
+    layer = 10.0, "milliseconds of a layer's forward; its backward takes twice as long"
+    add_options(parser, pp=4, microbatches=16, layers=(4, "layers of each rank"), layer_ms=layer)
+    add_options(parser, output_layers=(2.4, "cost of the output layer, in transformer layers"))
     add_options(parser, steps=(3, "timed steps of each; one more comes before"), timeout=280.0)
 
 
@@ -44,9 +44,9 @@ def run(args: argparse.Namespace) -> Report:
         [_row(args, name, [rank[name] for rank in per_rank]) for name in CASES],
         numbers_of(args),
         [
-            "Balanced: 1F1B on ranks that share all work evenly, output layer included: "
-            f"{_balanced_ms(args):,.0f} ms. Wanted: within 3%.",
-            "Compute sleeps; collectives and messages are real, on gloo. Simulated with free transfers.",
+            "Balanced: 1F1B on ranks that share all work evenly, with the output layer: "
+            f"{_balanced_ms(args):,.0f} ms. Target: within 3%.",
+            "Compute sleeps; collectives and messages are real, on gloo. In the simulation transfers take no time.",
         ],
     )
 
@@ -79,7 +79,7 @@ def _step(rank: int, size: int, args: argparse.Namespace, name: str) -> Step:
     third = args.output_layers * layer / size
 
     class TimedOutput(SplitOutputLayer):
-        """S and T that take their share of the output layer's time."""
+        """Output layer whose S and T take their share of its time."""
 
         def pass_s(self, *given: Any) -> None:
             with lasting(third * (2 if barriers == 1 else 1)):

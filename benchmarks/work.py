@@ -1,4 +1,4 @@
-"""What every engine is asked to do, and a step of any schedule with Megatron's signature."""
+"""The work of a benchmark step, and a step of any schedule with Megatron's signature."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from megatron_pp.plan.ir.spec import PlanSpec
 
 PLUG_IN = "plug-in"
-SECONDS = 100.0  # that a rank waits; less than the process groups of the benchmarks wait
+SECONDS = 100.0  # limit of a rank's waits, below the timeout of the benchmarks' process groups
 MakeStage = Callable[[int], torch.nn.Module]
 Step = Callable[[], None]
 
 
 class Unavailable(RuntimeError):  # noqa: N818  (a reason, shown in the table)
-    """This engine cannot run this here; the message is the reason."""
+    """The engine cannot run this work on this machine. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One step of one pipeline: what every engine is asked to do.
+    """One step of one pipeline, which every engine runs.
 
     schedule   "1f1b", "interleaved_1f1b", "eager_1f1b", "gpipe", ...: a name of ``megatron_pp.plan.orders.SCHEDULES``
     policy     "overlap", "overlap+flush" (Megatron-core: warm-up and flush too; others: "overlap"), "plain" or
-               "batched", where an engine has the choice
-    shape      of the tensors between stages, [sequence, microbatch, hidden]; float32
+               "batched", if an engine has the choice
+    shape      shape of the tensors between stages, [sequence, microbatch, hidden], float32
     """
 
     schedule: str
@@ -43,7 +43,7 @@ class Work:
 
     @property
     def virtual_size(self) -> int | None:
-        """V as Megatron has it: None without model chunks."""
+        """V in Megatron's form: None without model chunks."""
         return self.num_chunks if self.num_chunks > 1 else None
 
     def spec(self, **more: Any) -> PlanSpec:
@@ -55,7 +55,7 @@ class Work:
 
     @property
     def virtual_microbatches(self) -> int:
-        """Forwards (and backwards) of one rank."""
+        """The number of forwards of one rank, and of its backwards."""
         return self.num_microbatches * self.num_chunks
 
     @property
@@ -75,7 +75,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 def first_input(work: Work) -> torch.Tensor:
-    """What the first stage is given, every microbatch."""
+    """The input of the first stage, the same for every microbatch."""
     return torch.ones(work.shape)
 
 
@@ -103,7 +103,7 @@ def step_of(
     micro_batch_size: int = 1,
     **arguments: Any,
 ) -> Step:
-    """A call of ``schedule``; ``data()`` is a chunk's data iterator."""
+    """A function that calls ``schedule``. ``data()`` gives a chunk's data iterator."""
     chunked = len(chunks) > 1
 
     def step() -> None:

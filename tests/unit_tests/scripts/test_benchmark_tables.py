@@ -63,7 +63,7 @@ def test_a_benchmark_with_a_chart_and_a_reading(tmp_path: Path) -> None:
 
 def test_runs_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     one, other = write(tmp_path / "a", 3, 2), write(tmp_path / "b", 3, 4, ["P", "us"])
-    with pytest.raises(BenchmarkError, match="two reports 'sweep' have other columns"):
+    with pytest.raises(BenchmarkError, match="two reports 'sweep' have different columns"):
         run(tmp_path / "page.md", one, other)
     with pytest.raises(BenchmarkError, match=r"holds no \.json; run a subcommand"):
         run(tmp_path / "page.md", one, tmp_path / "empty")

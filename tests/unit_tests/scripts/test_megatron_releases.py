@@ -44,9 +44,9 @@ def test_what_to_do_is_said(
     code, (_, row) = written(monkeypatch, tmp_path, "0.21.0", 0, "--parity=--pp 2")
     assert (code, row[7:9]) == (1, ["96", "95"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "megatron-core 0.21.0 is not shown to run as it should: 6 tests of the plug-in pass and 1 fail, and" in said
-    assert "95 of 96 cases are equal to one process. Stay with an earlier release" in said
-    assert "It differs from all releases known before in get_tensor_shapes" in said
+    assert "megatron-core 0.21.0 is not shown to run correctly: 6 tests of the plug-in pass and 1 fail, and" in said
+    assert "95 of 96 cases are equal to one process. Use an earlier release" in said
+    assert "It differs from all known releases in get_tensor_shapes" in said
 
 
 def row_of(release: str, passed: str) -> megatron_releases.Row:
@@ -55,7 +55,7 @@ def row_of(release: str, passed: str) -> megatron_releases.Row:
 
 def test_a_release_that_runs_can_be_taken_up() -> None:
     said = " ".join(megatron_releases.advice(row_of("0.21.0", "6")).split())
-    assert "runs as it should: 6 tests of the plug-in pass and 0 fail, and 96 of 96 cases are equal" in said
+    assert "runs correctly: 6 tests of the plug-in pass and 0 fail, and 96 of 96 cases are equal" in said
     assert "pin it in scripts/constraints.txt" in said
     assert "differs" not in said
 
@@ -64,7 +64,7 @@ def test_one_that_is_pinned_is_said_to_be() -> None:
     pinned = next(line for line in megatron_releases.CONSTRAINTS.read_text().splitlines() if "megatron-core==" in line)
     release = pinned.partition("==")[2].partition(";")[0]
     said = " ".join(megatron_releases.advice(row_of(release, "6")).split())
-    assert said.endswith("The constraints pin it already.")
+    assert said.endswith("The constraints already pin it.")
 
 
 def test_without_tests_nothing_is_shown() -> None:
