@@ -6,6 +6,7 @@ ranks, and an interleaved schedule whose last group has fewer microbatches than 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_pp.config.checks import whole_number
 from megatron_pp.config.nearest import nearest
@@ -27,6 +28,12 @@ class MicrobatchCount:
     full_speed: bool
     nearest: tuple[int, ...]
     sentence: str
+
+
+@lru_cache(maxsize=128)
+def slow_count(*sizes: int) -> str:
+    """The sentence of a count that is not at full speed; ``sizes``: M, P, V and G."""
+    return explain_microbatch_count(*sizes).sentence
 
 
 def explain_microbatch_count(

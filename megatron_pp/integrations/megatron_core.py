@@ -11,7 +11,6 @@ Megatron's. Steps that the engine does not serve run on Megatron's own schedule,
 """
 
 import atexit
-import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -36,8 +35,6 @@ from megatron_pp.integrations.megatron.stand_ins import (
 from megatron_pp.integrations.megatron.steps.gpt_models import model_classes, place_models
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
-
-logger = logging.getLogger("megatron_pp")
 
 
 def install(strict: bool | None = None, *, settings: str | PathLike[str] | None = None, **others: Any) -> None:
@@ -87,10 +84,9 @@ def _report_unused() -> None:
 
         other_schedules.report_unused(schedules, stand_ins(schedules))
     elif plugin is None and module is not None and any(one.plugin is not None for one, _ in STAND_INS.items()):
-        logger.warning(
-            "Megatron-core's modules were removed and imported anew after install(): steps since then ran its own "
-            "schedules. There, call install() again"
-        )
+        from megatron_pp.integrations.megatron.releases import other_schedules
+
+        other_schedules.report_imported_anew()
 
 
 def take_models() -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from megatron_pp.common.module_attributes import unwrapped, wrapped_attributes
-from megatron_pp.common.object_table import ObjectTable
-from megatron_pp.errors import ScheduleInputError
 from megatron_pp.faults.consistency import LAYERS
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.runtime.log_once import warn_once
-
-# First chunk of a checked list -> the placement, the rank, and the other chunks of the list.
-_CHECKED: ObjectTable[tuple[Any, ...]] = ObjectTable()
 
 
 def check_places(
@@ -24,35 +18,19 @@ def check_places(
 ) -> None:
     """Raises ScheduleInputError if an attribute of a chunk contradicts its stage: PipelineStage's ``stage``, or
     Megatron's ``vp_stage``, ``pre_process``, ``post_process`` and layer numbers. A chunk without these is not checked;
-    several PipelineStages without ``stage`` log a warning. A list of chunks that has passed is not checked again.
-    """
-    first = chunks[0]
-    if placement.num_stages == 1 or not isinstance(first, torch.nn.Module):
+    several PipelineStages without ``stage`` log a warning."""
+    if placement.num_stages == 1 or not isinstance(chunks[0], torch.nn.Module):
         return
-    where = placement.kind, placement.pipeline_size, len(chunks), rank
-    known = _CHECKED.get(first)
-    if known is not None and known[0] == where and _are(chunks[1:], known[1]):
-        return
-    for number, wrong in _wrong_chunks(chunks, placement, rank):
-        numbers = placement.stages[rank]
-        raise ScheduleInputError(
-            f"chunk {number} on rank {rank} is stage {numbers[number]} under {schedule}: build it with stage_numbers; "
-            f"{wrong}. megatron_pp.stage_numbers({schedule!r}, {placement.pipeline_size}, {len(chunks)})[{rank}] is "
-            f"{numbers}: the stages of this rank, numbered from 0, in the order of the list of model chunks"
-        )
+    wrong = next(_wrong_chunks(chunks, placement, rank), None)
+    if wrong is not None:
+        from megatron_pp.runtime import misplaced_chunks
+
+        raise misplaced_chunks.error_of(*wrong, placement, rank, schedule)
     # Only PipelineStages have this attribute; Megatron's models do not.
     if len(chunks) > 1 and any(wrapped_attributes(chunk, ["stage_in_model"], ...) == [None] for chunk in chunks):
-        announce(
-            "the order of the model chunks is not checked, and chunks in a wrong order train wrongly: give each its "
-            "number in the model, PipelineStage(module, config, stage=number), from "
-            f"megatron_pp.stage_numbers({schedule!r}, {placement.pipeline_size}, {len(chunks)})[rank]"
-        )
-    if all(isinstance(chunk, torch.nn.Module) for chunk in chunks):  # other objects may allow no weak references
-        _CHECKED[first] = where, [weakref.ref(chunk) for chunk in chunks[1:]]
+        from megatron_pp.runtime import misplaced_chunks
 
-
-def _are(chunks: Sequence[Any], known: Sequence[weakref.ref[Any]]) -> bool:
-    return all(ref() is chunk for ref, chunk in zip(known, chunks, strict=True))
+        announce(misplaced_chunks.warning(placement, schedule))
 
 
 def _wrong_chunks(chunks: Sequence[Any], placement: Placement, rank: int) -> Iterator[tuple[int, str]]:

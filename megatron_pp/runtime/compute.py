@@ -30,11 +30,6 @@ class LossRecord:
     num_tokens: Any = 0
 
 
-def is_any_there(grad: Activation) -> bool:
-    """Whether the input has a gradient; of several inputs, whether any has."""
-    return any(g is not None for g in grad) if isinstance(grad, list) else grad is not None
-
-
 def each_tensor(function: Callable[[torch.Tensor], Any], value: Activation) -> Activation:
     """``function`` of a tensor, or of each tensor in a list. Non-tensors pass through; the send rejects them."""
     if isinstance(value, (list, tuple)):
@@ -84,24 +79,12 @@ def backward_through(
             accumulate((output,), (output_grad,))
         return None if input_tensor is None else input_tensor.grad
     if output is not None:
-        _backward_through_several(output, output_grad, grad_scale_func)
+        from megatron_pp.runtime.several_outputs import roots_and_grads
+
+        roots, grads = roots_and_grads(output, output_grad, grad_scale_func)
+        if roots:
+            run_backward(roots, grads)
     return each_tensor(attrgetter("grad"), input_tensor)
-
-
-def _backward_through_several(
-    output: Any, output_grad: Activation, grad_scale_func: Callable[[Any], Any] | None
-) -> None:
-    outputs = list(output) if isinstance(output, (list, tuple)) and not isinstance(output, GradientEdge) else [output]
-    grads = list(output_grad) if isinstance(output_grad, (list, tuple)) else [output_grad] * len(outputs)
-    if grads[0] is None and grad_scale_func is not None:
-        outputs[0] = grad_scale_func(outputs[0])
-    pairs = [
-        (o, g)
-        for o, g in zip(outputs, grads, strict=True)
-        if isinstance(o, GradientEdge) or (isinstance(o, torch.Tensor) and o.requires_grad)
-    ]
-    if pairs:
-        run_backward([o for o, _ in pairs], [g for _, g in pairs])
 
 
 def run_backward(roots: Sequence[Root], grads: Sequence[torch.Tensor | None]) -> None:

@@ -24,9 +24,8 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import STATIC_BUFFERS, Plan
 from megatron_pp.plan.ir.tasks import Cell, MessageKey, Task
-from megatron_pp.runtime.compute import Activation, each_tensor, in_one_block, is_any_there
+from megatron_pp.runtime.compute import Activation, each_tensor, in_one_block
 from megatron_pp.runtime.gradient_hooks import SyncHooks
-from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.runtime.message_shapes import Shapes
 
 if TYPE_CHECKING:
@@ -202,7 +201,11 @@ class PlanExecutor:
             grad = self.call_backward(at, given, output, output_grad)
         if given is not None:
             is_ready = isinstance(grad, torch.Tensor) and grad.is_contiguous()
-            self.input_grads[key] = grad if is_ready else self._ready_to_send(grad, given, at)
+            if not is_ready and self.placement.crosses_ranks(at.stage - 1):  # a stage of this rank may get None
+                from megatron_pp.runtime.input_grads import ready_to_send
+
+                grad = ready_to_send(grad, given, at)
+            self.input_grads[key] = grad
         if self._sync_open:
             self.close_sync()
 
@@ -216,21 +219,6 @@ class PlanExecutor:
             return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
         with self.weights.backward(at.chunk, at.mb_part, split=at.op == ins.INPUT_GRAD):
             return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
-
-    def _ready_to_send(self, grad: Activation, given: Activation, at: Task) -> Activation:
-        """Input gradients as they can be sent; some may be None or not contiguous. A chunk of this rank gets None, as
-        in one process. Another rank has posted a receive, so it gets zeros in place of None."""
-        if not self.placement.crosses_ranks(at.stage - 1):
-            return grad
-        if not is_any_there(grad):
-            warn_once(
-                f"stage {at.stage} does not use its input: the rank of the stage before gets gradients of zero. "
-                "One process would leave them None; with gradients of zero an optimizer may still decay weights or "
-                "move by momentum"
-            )
-        if isinstance(given, (list, tuple)):
-            grad = [torch.zeros_like(x) if g is None else g for g, x in zip(grad, given, strict=True)]
-        return torch.zeros_like(given) if grad is None else each_tensor(in_one_block, grad)
 
     def _weight_grad(self, at: Task) -> None:
         if self.weights is not None:  # without a store the backward has computed the weight gradients
@@ -348,13 +336,12 @@ class PlanExecutor:
     def _hand_b(self, at: Task) -> None:
         key = at.key
         grads = self.input_grads.pop((at.stage + 1, at.mb, at.part))
-        if not isinstance(grads, list):
-            self.output_grads[key] = grads
-        elif is_any_there(grads):
-            used = [(output, grad) for output, grad in zip(self.outputs[key], grads, strict=True) if grad is not None]
-            self.outputs[key], self.output_grads[key] = map(list, zip(*used, strict=True))
+        if isinstance(grads, list):
+            from megatron_pp.runtime.input_grads import used_outputs
+
+            self.outputs[key], self.output_grads[key] = used_outputs(self.outputs[key], grads)
         else:
-            self.output_grads[key] = None
+            self.output_grads[key] = grads
 
     def _param_sync(self, at: Task) -> None:
         self.hooks.param_sync(at.chunk)

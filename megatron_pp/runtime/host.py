@@ -19,8 +19,8 @@ from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.executor import Feature
 from megatron_pp.runtime.log_once import certify_once
 from megatron_pp.runtime.message_shapes import tensor_shapes
-from megatron_pp.runtime.step import Step
-from megatron_pp.runtime.step_features import features_in, rows_in
+from megatron_pp.runtime.step import PlanRequest, Step
+from megatron_pp.runtime.step_features import hooks_of, rows_in
 
 if TYPE_CHECKING:
     from megatron_pp.weight_grad.store import WeightGradStore
@@ -91,33 +91,33 @@ class Host:
         shapes = tensor_shapes(*lengths, settings, tp_size, cp_size)
         return shapes, list(shapes)
 
-    def check(self, step: Step) -> None:
-        """For a step that is not planned yet: raises for one that the training stack cannot run."""
+    def check(self, asked: PlanRequest) -> None:
+        """Raises for a step that the training stack cannot run."""
 
     # -- the plan ------------------------------------------------------------------------------------------------------
 
-    def plan(self, step: Step) -> Plan:
-        """The verified plan of ``step.spec``. Advice and warnings about it are logged once."""
-        plan, settings, communicator = build_plan(step.spec, step.announce), step.settings, step.communicator
+    def plan(self, asked: PlanRequest) -> Plan:
+        """The verified plan of ``asked.spec``. Advice and warnings about it are logged once."""
+        plan, settings, communicator = build_plan(asked.spec, asked.announce), asked.settings, asked.communicator
         certify_once(plan)
-        if not step.spec.forward_only:
-            plan_choice.warn_of_limits(plan, step.weights is not None or self.whole_by_choice)
+        if not asked.spec.forward_only:
+            plan_choice.warn_of_limits(plan, asked.weights is not None or self.whole_by_choice)
             if settings.finalize_model_grads_func is None:
-                self._warn_of_unsynchronised(step, plan)
+                self._warn_of_unsynchronised(asked, plan)
         if communicator.transport.backend == "nccl":
             from megatron_pp.runtime import queue_advice
 
             advice = queue_advice.advice_on_queues(plan, settings, communicator, self.inputs.chunks)
             if advice is not None:
-                step.announce(advice)
+                asked.announce(advice)
         return plan
 
-    def _warn_of_unsynchronised(self, step: Step, plan: Plan) -> None:
+    def _warn_of_unsynchronised(self, asked: PlanRequest, plan: Plan) -> None:
         from megatron_pp.runtime.unsynchronised import unsynchronised
 
-        groups = step.communicator.pp_group, self.inputs.pg_collection
-        for sentence in unsynchronised(step.settings, self.inputs.chunks, plan.placement, *groups):
-            step.announce(sentence)
+        groups = asked.communicator.pp_group, self.inputs.pg_collection
+        for sentence in unsynchronised(asked.settings, self.inputs.chunks, plan.placement, *groups):
+            asked.announce(sentence)
 
     def check_chunks(self, step: Step, plan: Plan) -> None:
         """Raises for a chunk that was built for another stage. Called before any communication, and under the guard, so
@@ -128,9 +128,9 @@ class Host:
         """What else all ranks of the pipeline have to agree on: name -> text."""
         return describe_layers(self.inputs.chunks, plan.placement, step.communicator.rank)
 
-    def is_last_stage(self, step: Step, plan: Plan) -> list[bool]:
+    def is_last_stage(self, asked: PlanRequest, plan: Plan) -> list[bool]:
         """For each chunk, whether the loss is computed there."""
-        rank = step.communicator.rank
+        rank = asked.communicator.rank
         return [plan.placement.is_last_stage(rank, chunk) for chunk in range(len(self.inputs.chunks))]
 
     def has_features(self, plan: Plan) -> bool:
@@ -152,8 +152,11 @@ class Host:
         """The features that run instructions of the plan that are not the engine's own, innermost first."""
         if not step.of_rank.has_features:
             return []
-        return features_in(
+        from megatron_pp.runtime.step_hooks import runners
+
+        return runners(
             plan,
+            hooks_of(plan),
             communicator=step.communicator,
             chunks=self.inputs.chunks,
             steps=steps,

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.runtime.step import Step
-from megatron_pp.runtime.step_features import rows_in
+from megatron_pp.runtime.step_features import hooks_of
 
 
 class OwnHost(Host):
@@ -38,8 +37,8 @@ class OwnHost(Host):
 
 def kind_of_steps(plan: Plan) -> type[ModelSteps]:
     """The class that runs a microbatch through a chunk."""
-    for row in rows_in(plan.spec, plan.placement.barriers):
-        found: type[ModelSteps] | None = load(row.step).STEP.steps()
+    for hooks in hooks_of(plan):
+        found = hooks.steps()
         if found is not None:
             return found
     return ModelSteps

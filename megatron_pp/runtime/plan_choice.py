@@ -124,7 +124,9 @@ def warn_of_limits(plan: Plan, splits_as_asked: bool) -> None:
         grouped = spec.num_chunks if family.idles_in_short_groups else 1
         sizes = spec.num_microbatches, spec.pipeline_size, grouped, spec.group_size or spec.pipeline_size
         if not rules.runs_at_full_speed(*sizes):
-            warn_once(_slow_count(*sizes))
+            from megatron_pp.config.microbatch_counts import slow_count
+
+            warn_once(slow_count(*sizes))
     if plan.remark:
         warn_once(plan.remark)
     if spec.device and not spec.may_wait and spec.pipeline_size > 1:
@@ -138,10 +140,3 @@ def warn_of_limits(plan: Plan, splits_as_asked: bool) -> None:
             f"schedule {family.name} splits backwards, but the model is not converted: convert its chunks with "
             "megatron_pp.weight_grad.split_weight_grad"
         )
-
-
-@lru_cache(maxsize=128)
-def _slow_count(*sizes: int) -> str:
-    from megatron_pp.config.microbatch_counts import explain_microbatch_count
-
-    return explain_microbatch_count(*sizes).sentence

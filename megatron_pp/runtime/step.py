@@ -1,5 +1,5 @@
-"""A step as a value: what a call of a schedule function asks for (``StepRequest``), and what it runs on (``Step``),
-with the plan as one rank runs it (``RankPlan``)."""
+"""A step as a value: what a call of a schedule function asks for (``StepRequest``), also of the plan
+(``PlanRequest``), and what it runs (``Step``), with the plan as one rank runs it (``RankPlan``)."""
 
 from __future__ import annotations
 
@@ -52,6 +52,26 @@ class StepRequest:
 
 
 @dataclass(frozen=True, eq=False)
+class PlanRequest(StepRequest):
+    """A request with the spec of the plan that its communicator can run. ``observers``: what its settings add."""
+
+    observers: Sequence[StepObserver]
+    communicator: P2PCore
+    spec: PlanSpec
+
+    @property
+    def packs(self) -> str:
+        """What the microbatches of a training step of packed sequences hold, as a digest; "" for other steps."""
+        digest = None if self.inputs.forward_only else getattr(self.settings.microbatch_costs, "digest", None)
+        return "" if digest is None else digest()
+
+    def announce(self, message: str) -> None:
+        """Log ``message`` once per job."""
+        if self.communicator.transport.global_rank(self.communicator.rank) == 0:
+            warn_once(message)
+
+
+@dataclass(frozen=True, eq=False)
 class RankPlan:
     """A plan as one rank runs it, with all that a step looks up in it.
 
@@ -79,22 +99,8 @@ class RankPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Step(StepRequest):
-    """What a call runs. ``observers``: what its settings add; ``is_known``: an earlier call has run it."""
+class Step(PlanRequest):
+    """What a call runs. ``is_known``: an earlier call has run it."""
 
-    observers: Sequence[StepObserver]
-    communicator: P2PCore
-    spec: PlanSpec
     of_rank: RankPlan
     is_known: bool = False
-
-    @property
-    def packs(self) -> str:
-        """What the microbatches of a training step of packed sequences hold, as a digest; "" for other steps."""
-        digest = None if self.inputs.forward_only else getattr(self.settings.microbatch_costs, "digest", None)
-        return "" if digest is None else digest()
-
-    def announce(self, message: str) -> None:
-        """Log ``message`` once per job."""
-        if self.communicator.transport.global_rank(self.communicator.rank) == 0:
-            warn_once(message)

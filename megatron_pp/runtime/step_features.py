@@ -13,7 +13,6 @@ from megatron_pp.plan.builder import settings_of
 from megatron_pp.plan.ir.feature import rows_asked_by
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders import find_family
-from megatron_pp.runtime.executor import Feature
 
 if TYPE_CHECKING:
     from megatron_pp.runtime.step_hooks import StepHooks
@@ -38,21 +37,9 @@ def why_not_in_megatron(settings: StepSettings, barriers: int) -> str:
     return next((why for row in rows if row.step and (why := load(row.step).STEP.why_not_in_megatron(settings))), "")
 
 
-def features_in(plan: Plan, **run: Any) -> list[Feature]:
-    """What runs instructions of the plan that are not the engine's own, from the innermost to the outermost. ``run``:
-    the fields of a ``FeatureRun``."""
-    rows = rows_in(plan.spec, plan.placement.barriers)
-    found: list[Feature] = []
-    if not rows:
-        return found
-    from megatron_pp.runtime.step_hooks import FeatureRun
-
-    given = FeatureRun(plan, outer=found, **run)
-    for row in reversed(rows):
-        made = load(row.step).STEP.runner(given)
-        if made is not None:
-            found.insert(0, made)
-    return found
+def hooks_of(plan: Plan) -> list[StepHooks]:
+    """Those of the features that the plan has, from the innermost to the outermost."""
+    return [load(row.step).STEP for row in rows_in(plan.spec, plan.placement.barriers)]
 
 
 @lru_cache(maxsize=256)

@@ -38,6 +38,18 @@ class FeatureRun:
     outer: list[Feature]
 
 
+def runners(plan: Plan, features: Sequence[StepHooks], **run: Any) -> list[Feature]:
+    """What runs instructions of ``plan`` that are not the engine's own, from the innermost to the outermost.
+    ``features``: the hooks of the plan's features in this order; ``run``: the other fields of a ``FeatureRun``."""
+    found: list[Feature] = []
+    given = FeatureRun(plan, outer=found, **run)
+    for hooks in reversed(features):
+        made = hooks.runner(given)
+        if made is not None:
+            found.insert(0, made)
+    return found
+
+
 class StepHooks:
     """Where a feature takes part in steps that have it. It holds no state, and by default does nothing."""
 

@@ -26,7 +26,8 @@ from megatron_pp.runtime.gradient_hooks import SyncHooks
 from megatron_pp.runtime.message_shapes import Shapes
 from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.runtime.own_host import kind_of_steps
-from megatron_pp.runtime.step_features import features_in
+from megatron_pp.runtime.step_features import hooks_of
+from megatron_pp.runtime.step_hooks import runners
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import (
@@ -228,8 +229,9 @@ class _RankRun:
             hooks,
             shapes,
             weights=weights,
-            features=features_in(
+            features=runners(
                 self.plan,
+                hooks_of(self.plan),
                 communicator=core,
                 chunks=self.chunks,
                 steps=steps,

@@ -29,12 +29,13 @@ from megatron_pp.runtime.compute import StepOptions, timed_backward
 from megatron_pp.runtime.executor import Feature
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.log_once import certify_once
+from megatron_pp.runtime.make_step import communicator_of, observers_of, planned
 from megatron_pp.runtime.message_shapes import Messages, Shapes
 from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.runtime.own_host import OwnHost
 from megatron_pp.runtime.plan_choice import fields_of_device
-from megatron_pp.runtime.run_step import communicator_of, observers_of, planned, run_step
-from megatron_pp.runtime.step import Step, StepRequest
+from megatron_pp.runtime.run_step import run_step
+from megatron_pp.runtime.step import PlanRequest, Step, StepRequest
 
 _ONE_F_ONE_B = "1f1b"
 
@@ -81,13 +82,13 @@ class OnModules(Host):
 
     pipeline: ModulesPipeline
 
-    def plan(self, step: Step) -> Plan:
-        assert isinstance(step.spec, ModulesSpec)
-        plan = modules_plan(step.spec)
+    def plan(self, asked: PlanRequest) -> Plan:
+        assert isinstance(asked.spec, ModulesSpec)
+        plan = modules_plan(asked.spec)
         certify_once(plan)
         return plan
 
-    def check(self, step: Step) -> None:
+    def check(self, asked: PlanRequest) -> None:
         """What models of one module cannot do does not count."""
 
     def has_features(self, plan: Plan) -> bool:
@@ -104,7 +105,7 @@ class OnModules(Host):
         graphs = self.graph_in_evaluation or not plan.spec.forward_only
         return [ModulesRunner(plan, step.communicator.rank, self.pipeline.parts, graphs)]
 
-    def is_last_stage(self, step: Step, plan: Plan) -> list[bool]:
+    def is_last_stage(self, asked: PlanRequest, plan: Plan) -> list[bool]:
         return self.pipeline.gives_loss
 
 
@@ -132,7 +133,7 @@ def prepared_on_modules(host: OnModules) -> Step:
     # From here on there may be communication.
     communicator = communicator_of(request, pipeline.group)
     spec = replace(draft, **fields_of_device(settings, communicator.transport))
-    return planned(host, request, observers=observers, communicator=communicator, spec=spec)
+    return planned(host, PlanRequest(**vars(request), observers=observers, communicator=communicator, spec=spec))
 
 
 def unserved_setting(settings: StepSettings) -> str | None:

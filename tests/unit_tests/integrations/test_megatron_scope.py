@@ -16,7 +16,7 @@ from megatron_pp.features.modules.graph import Module, module_graphs
 from megatron_pp.integrations.megatron.releases import versions as megatron_versions
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.releases.versions import ENTRIES
-from megatron_pp.integrations.megatron.steps import combined
+from megatron_pp.integrations.megatron.steps import combined, resets
 from megatron_pp.integrations.megatron.steps import modules as megatron_modules
 from megatron_pp.integrations.megatron.steps.scope import reason_not_served, without_defaults
 from megatron_pp.p2p_communication import P2PCommunicator
@@ -281,16 +281,16 @@ def test_activation_offload_is_reset_when_that_release_does(
     """Megatron-LM#3739: since 0.17 after evaluation too."""
     recorder = Recorder()
     installed = megatron(version, off_interface=SimpleNamespace(reset=recorder.named("reset")))
-    installed.reset_offload(SimpleNamespace(fine_grained_activation_offloading=False), forward_only, None)
+    resets.reset_offload(installed, SimpleNamespace(fine_grained_activation_offloading=False), forward_only, None)
     assert recorder.calls == []
-    installed.reset_offload(SimpleNamespace(fine_grained_activation_offloading=True), forward_only, None)
+    resets.reset_offload(installed, SimpleNamespace(fine_grained_activation_offloading=True), forward_only, None)
     assert recorder.calls == ([("reset",)] if forward_only in when else [])
 
 
 def test_newer_releases_reset_the_offload_with_the_groups() -> None:
     recorder = Recorder()
     installed = megatron("0.20.0", _reset_activation_offload=recorder.named("reset"))
-    installed.reset_offload(SimpleNamespace(fine_grained_activation_offloading=True), True, "groups")
+    resets.reset_offload(installed, SimpleNamespace(fine_grained_activation_offloading=True), True, "groups")
     assert recorder.calls == [("reset", "groups")]
 
 
@@ -317,8 +317,9 @@ def test_graphs_of_layers_are_captured_at_the_end(version: str, config: dict[str
 @pytest.mark.parametrize("stash", [False, True])
 def test_the_paged_stash_is_reset_where_there_is_one(stash: bool) -> None:
     recorder, config = Recorder(), SimpleNamespace(moe_paged_stash=stash)
-    megatron("0.16.1").reset_paged_stash(config, True)
-    megatron("0.18.0", paged_stash_reset=recorder.named("stash")).reset_paged_stash(config, True)
+    resets.reset_paged_stash(megatron("0.16.1"), config, True)
+    with_stash = megatron("0.18.0", paged_stash_reset=recorder.named("stash"))
+    resets.reset_paged_stash(with_stash, config, True)
     assert recorder.calls == ([("stash", ("config", config), ("enabled", False))] if stash else [])
 
 
@@ -331,5 +332,5 @@ def test_fsdp_gathers_again_after_evaluation(version: str, does: bool) -> None:
         return SimpleNamespace(ddp_config=ddp, synchronize_param_gather=recorder.named("gather"))
 
     chunks = [chunk(True, True), chunk(True, False), chunk(False, True), SimpleNamespace()]
-    megatron(version).resynchronise_fsdp(chunks)
+    resets.resynchronise_fsdp(megatron(version), chunks)
     assert recorder.calls == ([("gather",)] if does else [])

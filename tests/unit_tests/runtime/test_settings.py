@@ -16,7 +16,7 @@ from megatron_pp.comm import own_groups
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import P2PError, ScheduleInputError
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.runtime import run_step
+from megatron_pp.runtime import make_step, run_step
 from megatron_pp.runtime.arguments import StepInputs, group_sizes
 from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.own_host import OwnHost
@@ -146,7 +146,7 @@ def test_no_communicator_is_made_for_bad_input(changes: dict[str, Any], monkeypa
     def make(group: Any, config: Any) -> None:
         raise AssertionError("a communicator was made")
 
-    monkeypatch.setattr(run_step, "communicator_for", make)
+    monkeypatch.setattr(make_step, "communicator_for", make)
     groups = SimpleNamespace(pp=ThreadGroup(0, 2))
     refused(2, 0, {**changes, "p2p_communicator": None, "pg_collection": groups})
     with pytest.raises(AssertionError, match="a communicator was made"):

@@ -83,31 +83,6 @@ class Megatron:
         iteration = getattr(getattr(loop, "_GLOBAL_ARGS", None), "curr_iteration", None)
         return iteration if type(iteration) is int else None
 
-    def reset_offload(self, config: Any, forward_only: bool, groups: Any) -> None:
-        """Reset the fine-grained activation offload of this step, if this release does (Megatron-LM#3739)."""
-        when = self.row.offload_reset
-        if when == versions.NEVER or (when == versions.AFTER_TRAINING and forward_only):
-            return
-        if getattr(config, "fine_grained_activation_offloading", False):
-            reset = getattr(self.schedules, "_reset_activation_offload", None)
-            if reset is not None:
-                reset(groups)
-            else:
-                self.schedules.off_interface.reset()
-
-    def reset_paged_stash(self, config: Any, forward_only: bool) -> None:
-        """Reset the paged stash of MoE activations, if this release has it."""
-        reset = getattr(self.schedules, "paged_stash_reset", None)
-        if reset is not None and getattr(config, "moe_paged_stash", False):
-            reset(enabled=not forward_only, config=config)
-
-    def resynchronise_fsdp(self, chunks: list[Any]) -> None:
-        """Synchronise Megatron-FSDP's parameter gathering after evaluation without a pipeline, if this release does."""
-        for chunk in chunks if self.row.fsdp_resync else ():
-            ddp = getattr(chunk, "ddp_config", None)
-            if ddp is not None and ddp.use_megatron_fsdp and ddp.overlap_param_gather:
-                chunk.synchronize_param_gather()
-
     def create_graphs(self, config: Any) -> None:
         """Let Megatron capture the CUDA graphs of its layers, as its schedules do at their end."""
         if self.captures_layers(config):

@@ -11,7 +11,7 @@ Known are all releases from 0.14.0 to 0.19.2, and the branches dev (`d48bd6be`) 
 import hashlib
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any
@@ -107,11 +107,6 @@ def known_steps(schedules: ModuleType, functions: Functions) -> dict[str, CodeTy
             return {}
         steps[name] = function.__code__
     return steps
-
-
-def codes(schedules: ModuleType, names: Iterable[str]) -> dict[str, CodeType | None]:
-    """The code of each of these functions; None if it is not a plain function."""
-    return {name: getattr(getattr(schedules, name, None), "__code__", None) for name in names}
 
 
 def digest(code: Any) -> str:

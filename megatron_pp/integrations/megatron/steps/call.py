@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_pp.config import rules
 from megatron_pp.config.settings import LOCAL_GRAPHS, StepSettings, checked
-from megatron_pp.errors import ScheduleInputError, WeightGradSplitError
+from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron.given import InstallSettings, with_overrides
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.steps.gpt_models import has_built_v
@@ -24,7 +23,7 @@ from megatron_pp.plan.orders import INTERLEAVED, find_family
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.compute import StepOptions
 from megatron_pp.runtime.host import Host
-from megatron_pp.runtime.step import Step
+from megatron_pp.runtime.step import PlanRequest, Step
 from megatron_pp.runtime.step_features import why_not_in_megatron
 
 if TYPE_CHECKING:
@@ -69,25 +68,20 @@ class MegatronHost(Host):
         self.keeps_calls = not has_attention_residuals(self.config)
         self.embedding: Any = None
 
-    def check(self, step: Step) -> None:
-        """Raises ScheduleInputError for what Megatron's models cannot do in ``step``."""
-        schedule, placement = step.spec.schedule, find_family(step.spec.schedule).placement
-        in_v = step.communicator.size > 1 and placement == V_SHAPE
-        if in_v and has_attention_residuals(self.config):
-            from megatron_pp.integrations.megatron.steps import attention_residuals
-
-            attention_residuals.refuse_v(schedule)
-        if step.communicator.size > 1 and (in_v or has_built_v()):
+    def check(self, asked: PlanRequest) -> None:
+        """Raises ScheduleInputError for what Megatron's models cannot do in a step."""
+        schedule, placement = asked.spec.schedule, find_family(asked.spec.schedule).placement
+        if asked.communicator.size > 1 and (placement == V_SHAPE or has_built_v()):
             from megatron_pp.integrations.megatron.steps import v_step
 
-            v_step.check_chunks(schedule, placement, self.inputs.chunks)
-        if step.weights is not None and self._delays_wgrad:
+            v_step.check_step(schedule, placement, self.config, self.inputs.chunks)
+        if asked.weights is not None and self._delays_wgrad:
             raise ScheduleInputError(
                 "with config.delay_wgrad_compute Megatron's schedule plans run delayed weight gradients, and after "
                 "split_weight_grad the engine does; use one of the two"
             )
         if not self.installed.any_microbatch_count:
-            self._refuse_slow_count(step.spec)
+            self._refuse_slow_count(asked.spec)
 
     def _refuse_slow_count(self, spec: PlanSpec) -> None:
         """Raises ScheduleInputError for a number of microbatches that Megatron's interleaved schedule refuses, as it
@@ -96,12 +90,10 @@ class MegatronHost(Host):
             return
         sizes = spec.num_microbatches, spec.pipeline_size, spec.num_chunks, spec.group_size or spec.pipeline_size
         if not rules.runs_at_full_speed(*sizes):
-            from megatron_pp.config.microbatch_counts import explain_microbatch_count
+            from megatron_pp.config.microbatch_counts import slow_count
 
-            sentence = explain_microbatch_count(*sizes).sentence
-            raise ScheduleInputError(
-                f"{sentence}; Megatron-core refuses such a number, and install(any_microbatch_count=True) runs it"
-            )
+            why = f"{slow_count(*sizes)}; Megatron-core refuses such a number"
+            raise ScheduleInputError(f"{why}, and install(any_microbatch_count=True) runs it")
 
     def finalizes(self, step: Step) -> bool:
         return not self.inputs.forward_only and step.settings.finalize_model_grads_func is not None
@@ -147,22 +139,15 @@ class MegatronHost(Host):
         return tuple(self.ask(self.overridden_config, **side) for side in sides)
 
     def weight_store(self, settings: StepSettings) -> WeightGradStore | None:
-        """Converts the chunks before their first training step on a schedule that splits backwards. Raises
-        WeightGradSplitError for a model that cannot be converted.
-        """
+        """Converts the chunks before their first training step on a schedule that splits backwards."""
         store, schedule = super().weight_store(settings), settings.pipeline_schedule
         if store is not None or self.inputs.forward_only or not self.installed.split_weight_grad:
             return store
         if self.alone or schedule is None or not find_family(schedule).splits_weight or self._delays_wgrad:
             return None
-        try:
-            from megatron_pp import weight_grad
+        from megatron_pp.integrations.megatron.steps import conversion
 
-            return weight_grad.split_weight_grad(self.inputs.chunks)
-        except WeightGradSplitError as error:
-            raise WeightGradSplitError(
-                f"schedule {schedule} splits backwards, but {error}; install(split_weight_grad=False) leaves them whole"
-            ) from error
+        return conversion.split_for(schedule, self.inputs.chunks)
 
     @property
     def _delays_wgrad(self) -> bool:
@@ -180,11 +165,10 @@ class MegatronHost(Host):
             from megatron_pp.integrations.megatron.steps import losses
 
             losses.watch_losses(self.inputs, self.installed.whole_sequence_loss)
-        self.megatron.reset_paged_stash(config, self.inputs.forward_only)
-        if has_attention_residuals(config):
-            from megatron_pp.integrations.megatron.steps import attention_residuals
+        if has_attention_residuals(config) or getattr(config, "moe_paged_stash", False):
+            from megatron_pp.integrations.megatron.steps import resets
 
-            attention_residuals.forget_sums()
+            resets.before_step(self.megatron, config, self.inputs.forward_only)
 
     def tensor_shapes(self, settings: StepSettings, tp_size: int, cp_size: int) -> tuple[list[Any], list[Any]]:
         """By the release's own function."""
@@ -239,50 +223,42 @@ class MegatronHost(Host):
 
     def finish(self, step: Step, steps: MicrobatchSteps | StepsInV) -> None:
         """The calls of Megatron's schedules after the last backward, in their order."""
-        megatron, communicator, forward_only = self.megatron, step.communicator, self.inputs.forward_only
         if self.finalizes(step):
             self._finalize(step, steps.record.num_tokens)
         if self.is_in_v(step):
-            from megatron_pp.integrations.megatron.steps import v_logs
+            from megatron_pp.integrations.megatron.steps import v_step
 
-            last = communicator.size - 1  # where Megatron's training loop reads the losses
-            v_logs.hand_over(steps.record.data, communicator.pp_group, self.last_rank(step), last, communicator.device)
-        megatron.reset_offload(self.config, forward_only, self.inputs.pg_collection)
-        if self.alone and forward_only:
-            megatron.resynchronise_fsdp(self.inputs.chunks)
+            v_step.hand_over_reports(steps.record.data, step.communicator)
+        evaluated_alone = self.alone and self.inputs.forward_only
+        if evaluated_alone or getattr(self.config, "fine_grained_activation_offloading", False):
+            from megatron_pp.integrations.megatron.steps import resets
+
+            resets.after_step(self.megatron, self.inputs, evaluated_alone)
         self.stop_timer(step)
-        megatron.create_graphs(self.config)
+        self.megatron.create_graphs(self.config)
 
     def _finalize(self, step: Step, num_tokens: torch.Tensor) -> None:
-        config, row, in_v = self.config, self.megatron.row, self.is_in_v(step)
+        config, row = self.config, self.megatron.row
         if not self.alone:
             self.megatron.schedules.finish_embedding_wgrad_compute(
                 config, self.embedding, self.holds_last_stage(step), getattr(self.inputs.pg_collection, "tp", None)
             )
-        more = {"force_all_reduce": self.inputs.force_all_reduce} if row.force_all_reduce else {}
+        given = {row.groups_keyword: self.inputs.pg_collection}
+        if row.force_all_reduce:
+            given["force_all_reduce"] = self.inputs.force_all_reduce
+        finalize = partial(config.finalize_model_grads_func, self.inputs.chunks, **given)
         counted = num_tokens if config.calculate_per_token_loss else None
-        if in_v and counted is not None:  # on the last stage; finalisation reads them on the last rank
-            group = step.communicator.pp_group
-            torch.distributed.broadcast(counted, torch.distributed.get_global_rank(group, self.last_rank(step)), group)
-        with _shared_gradients_summed() if in_v else nullcontext():
-            config.finalize_model_grads_func(
-                self.inputs.chunks, counted, **{row.groups_keyword: self.inputs.pg_collection}, **more
-            )
+        if not self.is_in_v(step):
+            finalize(counted)
+            return
+        from megatron_pp.integrations.megatron.steps import v_step
+
+        v_step.finalize(finalize, counted, step.communicator.pp_group)
 
     def holds_last_stage(self, step: Step) -> bool:
-        return step.communicator.rank == self.last_rank(step)
+        last_rank = 0 if self.is_in_v(step) else step.communicator.size - 1
+        return step.communicator.rank == last_rank
 
     def is_in_v(self, step: Step) -> bool:
         """Whether the first and the last stage are on one rank of several."""
         return step.communicator.size > 1 and step.of_rank.plan.placement.kind == V_SHAPE
-
-    def last_rank(self, step: Step) -> int:
-        """The rank that holds the last stage."""
-        return 0 if self.is_in_v(step) else step.communicator.size - 1
-
-
-def _shared_gradients_summed() -> AbstractContextManager[None]:
-    """Around the finalisation of gradients where the chunks are in a V."""
-    from megatron_pp.integrations.megatron.steps.v_step import shared_gradients_summed
-
-    return shared_gradients_summed()

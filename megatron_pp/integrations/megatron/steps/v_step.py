@@ -3,20 +3,25 @@
 """
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.common.module_attributes import unwrapped, wrapped_attribute
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.integrations.megatron.steps import attention_residuals, v_logs
 from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
 from megatron_pp.integrations.megatron.steps.known_steps import KnownSteps
+from megatron_pp.integrations.megatron.steps.scope import has_attention_residuals
 from megatron_pp.integrations.megatron.steps.v_placement import ChunkPlace, is_mirrored, shared_weight
 from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.runtime.compute import Activation
+
+LAST_STAGE = 0  # the rank that holds it
 
 
 class StepsInV:
@@ -32,6 +37,14 @@ class StepsInV:
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
         with self.places[chunk]:
             return self.steps.forward(chunk, mb, input_tensor)
+
+
+def check_step(schedule: str, placement: str, config: Any, chunks: Sequence[Any]) -> None:
+    """Raises ScheduleInputError for a model that ``schedule``, which places its stages in a ``placement``, cannot
+    run."""
+    if placement == V_SHAPE and has_attention_residuals(config):
+        attention_residuals.refuse_v(schedule)
+    check_chunks(schedule, placement, chunks)
 
 
 def check_chunks(schedule: str, placement: str, chunks: Sequence[Any]) -> None:
@@ -64,6 +77,20 @@ def check_handed_back(reason: str, model: Any) -> None:
             "stages in a loop: model chunk 1 was built for stages in a v. Leave that setting out, or choose a "
             "pipeline_schedule whose stages are in a loop before the model is built"
         )
+
+
+def hand_over_reports(reports: list[Any], communicator: P2PCore) -> None:
+    """Copy what the last stage reports to the last rank, where Megatron's training loop reads the losses."""
+    v_logs.hand_over(reports, communicator.pp_group, LAST_STAGE, communicator.size - 1, communicator.device)
+
+
+def finalize(call: Callable[[torch.Tensor | None], Any], counted: torch.Tensor | None, group: Any) -> None:
+    """``call`` Megatron's finalisation of gradients with the tokens that the last stage has ``counted``: it reads them
+    on the last rank of the pipeline's ``group``."""
+    if counted is not None:
+        torch.distributed.broadcast(counted, torch.distributed.get_global_rank(group, LAST_STAGE), group)
+    with shared_gradients_summed():
+        call(counted)
 
 
 @contextmanager
