@@ -84,9 +84,15 @@ def close_guard(communicator: P2PCore) -> None:
         communicator.transport.guard.close()
 
 
+def shared_values(spec: PlanSpec) -> tuple[tuple[str, Any], ...]:
+    """What the ranks of a pipeline have to agree on of a plan: (name, value) of each field. A rank may change the
+    others alone, of which its peers do not know."""
+    return tuple((name, value) for name, value in spec.values().items() if name not in PRIVATE_FIELDS)
+
+
 def describe_step(spec: PlanSpec, shapes: Any, dtype: Any) -> dict[str, str]:
     """The values that the ranks of a pipeline have to agree on, by names that a user knows."""
-    described = {_SHOWN_AS.get(k, k): str(v) for k, v in spec.values().items() if k not in PRIVATE_FIELDS}
+    described = {_SHOWN_AS.get(name, name): str(value) for name, value in shared_values(spec)}
     return {**described, "pipeline_dtype": str(dtype), SENDS: str(shapes.send), RECEIVES: str(shapes.receive)}
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import LAYER_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
+from megatron_pp.faults.attach import shared_values
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.lower.syncs import last_reentry, prepares_in_forward
@@ -102,7 +103,7 @@ def rank_plan(host: Host, asked: PlanRequest, plan: Plan) -> RankPlan:
         largest=0 if plan.has_names else max(received, sent),
         grouped=plan.spec.grouped,
         has_features=host.has_features(plan),
-        agreed=(plan.spec, asked.shapes, chosen, dtype, communicator.wire is not None, asked.packs),
+        agreed=(shared_values(plan.spec), asked.shapes, chosen, dtype, communicator.wire is not None, asked.packs),
     )
 
 

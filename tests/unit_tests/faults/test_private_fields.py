@@ -16,8 +16,11 @@ from megatron_pp.plan.ir.spec import ANY_WAIT, ONE_QUEUE, Plan, PlanSpec
 from megatron_pp.plan.verify.rendezvous import check_rendezvous
 from megatron_pp.plan.verify.verifier import verify
 from megatron_pp.runtime.message_shapes import Shapes
+from megatron_pp.testing.toy import ToyData, ToyResult, merged, reference_run
+from megatron_pp.weight_grad import split_weight_grad
 from testkit.inputs.drawn_specs import NAMED, drawn_spec
 from testkit.sweeps import EXHAUSTIVE
+from testkit.thread_runs.step_runs import Rank, pipeline
 
 
 def mixture(spec: PlanSpec, rng: random.Random) -> tuple[Plan, set[str]]:
@@ -51,6 +54,37 @@ def test_ranks_that_differ_in_them_neither_hang_nor_take_one_message_for_another
         check_rendezvous(plan, plan.spec.device)
         seen |= differ
     assert seen == PRIVATE_FIELDS
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "grad_sync": {"grad_sync_func": lambda parameters: None},
+    "param_sync": {"param_sync_func": lambda parameters: None},
+    "release_after": {"max_pending_sends": 5},
+    "split_backward": {},
+}
+"""Field of a spec -> fields of a config that change it; "split_backward" is changed by the model."""
+
+
+@pytest.mark.parametrize("changed", [0, 1], ids="of rank {}".format)
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_rank_may_change_them_alone_between_two_steps(field: str, changed: int) -> None:
+    """Its peers do not know of that, and compare nothing."""
+
+    def train(rank: Rank) -> list[ToyResult]:
+        model, results = rank.model(), list[ToyResult]()
+        for _ in range(2):
+            model[0].zero_grad()
+            results.append(rank.result(model, rank.step(model)))
+            if rank.rank == changed and len(results) == 1:
+                vars(rank.config).update(CHANGES[field])
+                if field == "split_backward":
+                    split_weight_grad(model)
+        return results
+
+    fields = {"pipeline_schedule": "zb_h1", "overlap_p2p_comm": True, "p2p_timeout": 3.0}
+    data = ToyData(4)
+    for results in zip(*pipeline(2, 1, 4, train, data=data, guarded=True, **fields), strict=True):
+        assert merged(results).difference(reference_run(2, data)) == 0.0
 
 
 @pytest.mark.parametrize("field", ["device", "lookahead"])
