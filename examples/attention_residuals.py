@@ -1,10 +1,10 @@
-"""Attention Residuals (arXiv 2603.15031) in a pipeline, and beside it in one process, step by step.
+"""Train Attention Residuals (arXiv 2603.15031) in a pipeline and in one process, step by step, and compare.
 
     torchrun --standalone --nproc-per-node 2 examples/attention_residuals.py --chunks 2
 
-Every stage is a block: its input is a weighted mean of all blocks before it, with weights that it learns. So each block
-is used by all later stages, which ``config.skip_tensors = "blocks"`` declares. The first rank also prints what the plan
-sends; every rank trains the whole model too, and prints the largest difference of a loss or a gradient.
+Every stage is a block. Its input is a weighted mean of all blocks before it, and it learns the weights. So all later
+stages use a block; ``config.skip_tensors = "blocks"`` declares that. The first rank prints how many blocks the plan
+sends. Every rank also trains the whole model, and prints the largest difference of a loss or a gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that the package need not be installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # makes the package importable without an installation
 
 from megatron_pp import PipelineStage, TransformerConfig, get_forward_backward_func, parallel_state
 from megatron_pp.feature_table import CACHES
@@ -32,12 +32,12 @@ HIDDEN, SEQUENCE, SAMPLES, MICROBATCHES = 16, 8, 2, 4
 
 
 class Stage(nn.Module):
-    """A block of one feed-forward layer. It is given the stream and, by name, the blocks of all stages before it."""
+    """A block of one feed-forward layer. Its inputs are the stream and, by name, the blocks of all stages before it."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         super().__init__()
         self.makes = f"block{stage}" if stage < num_stages - 1 else ""
-        self.query = nn.Parameter(torch.zeros(HIDDEN))  # zero: the plain mean, to begin with
+        self.query = nn.Parameter(torch.zeros(HIDDEN))  # zeros: it begins with the plain mean
         self.norm = nn.RMSNorm(HIDDEN)
         self.layer = nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.SiLU(), nn.Linear(2 * HIDDEN, HIDDEN))
 
@@ -66,7 +66,7 @@ def forward_step(data: Iterator[tuple[Tensor, Tensor]], stage: PipelineStage) ->
 
 
 def whole_step(step: int, model: list[Stage]) -> list[float]:
-    """The step in one process."""
+    """Run the step in one process. Returns the losses."""
     losses = []
     for x, target in batches(step):
         blocks: dict[str, Tensor] = {}

@@ -1,9 +1,9 @@
-"""A Llama of torch's own modules in a pipeline, and beside it in one process, step by step.
+"""Train a Llama of torch's own modules in a pipeline and in one process, step by step, and compare.
 
     torchrun --standalone --nproc-per-node 2 examples/llama_stages.py --schedule zb_v
 
-The model is torchtitan's Llama 3 where torchtitan 0.2 can be imported, else the Llama of this file, which has the
-same parts. Every rank also trains the whole model, and prints the largest difference of a loss or a gradient. See
+The model is torchtitan's Llama 3 if torchtitan 0.2 can be imported. Otherwise it is the Llama of this file, which has
+the same parts. Every rank also trains the whole model, and prints the largest difference of a loss or a gradient. See
 docs/torch_modules.md.
 """
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that the package need not be installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # makes the package importable without an installation
 
 from megatron_pp import (
     PipelineStage,
@@ -38,7 +38,8 @@ SAMPLES, SEQUENCE, MICROBATCHES = 2, 16, 4
 
 
 class Block(nn.Module):
-    """Causal attention with rotary positions, and SwiGLU; both behind an RMSNorm. [samples, sequence, hidden]."""
+    """Causal attention with rotary positions, and SwiGLU, each after an RMSNorm. Tensors are [samples, sequence,
+    hidden]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class Block(nn.Module):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary positions (arXiv 2104.09864) of [samples, heads, sequence, head]."""
+    """``x`` [samples, heads, sequence, head] with rotary positions (arXiv 2104.09864)."""
     sequence, half = x.shape[-2], x.shape[-1] // 2
     rates = 10000.0 ** (-torch.arange(half) / half)
     angles = torch.outer(torch.arange(sequence), rates)
@@ -68,7 +69,8 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """Parts that are None are left out, as in torchtitan: a stage is the model without the parts of the others."""
+    """A Llama, or a stage of one. Parts that are None are left out, as in torchtitan: a stage lacks the parts of other
+    stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +116,7 @@ def cut(model: nn.Module, number: int, count: int) -> nn.Module:
 
 
 def batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and targets, int64 [samples, sequence] each, the same on every rank."""
+    """The tokens and targets of each microbatch, both int64 [samples, sequence]. They are the same on every rank."""
     generator = torch.Generator().manual_seed(step)
     for _ in range(MICROBATCHES):
         tokens = torch.randint(VOCABULARY, (SAMPLES, SEQUENCE + 1), generator=generator)
@@ -132,10 +134,10 @@ def forward_step(data: Iterator[tuple[Tensor, Tensor]], stage: nn.Module) -> tup
 
 
 def make_stages(model: nn.Module, schedule: str, virtual: int) -> list[PipelineStage]:
-    """This rank's stages, where the schedule wants them."""
+    """This rank's stages, as the schedule places them."""
     size = dist.get_world_size()
     config = TransformerConfig(
-        num_layers=size * virtual,  # read by the config's own layout only, which this model does not use
+        num_layers=size * virtual,  # only the config's layout reads it, which this model does not use
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
         pipeline_dtype=torch.float32,
@@ -152,19 +154,20 @@ def make_stages(model: nn.Module, schedule: str, virtual: int) -> list[PipelineS
 
 
 def pipelined_step(step: int, stages: list[PipelineStage]) -> list[float]:
-    """The losses of all microbatches, on the rank of the last stage; elsewhere nothing."""
+    """Run a step in the pipeline. Returns the losses of all microbatches on the last stage's rank, elsewhere an empty
+    list."""
     return get_forward_backward_func(dist.get_world_size(), len(stages) if len(stages) > 1 else None)(
         forward_step_func=forward_step,
         data_iterator=[batches(step) for _ in stages],
         model=stages,
         num_microbatches=MICROBATCHES,
-        seq_length=SAMPLES,  # the first dimension of what the stages send each other; Megatron's is the sequence
-        micro_batch_size=SEQUENCE,  # and the second
+        seq_length=SAMPLES,  # the first dimension of the tensors between stages; in Megatron it is the sequence
+        micro_batch_size=SEQUENCE,  # their second dimension
     )
 
 
 def whole_step(step: int, model: nn.Module) -> list[float]:
-    """The same step in one process."""
+    """Run the same step in one process. Returns the losses."""
     results = [loss_of(targets, model(tokens)) for tokens, targets in batches(step)]
     for loss, _ in results:
         (loss / MICROBATCHES).backward()

@@ -1,10 +1,10 @@
-"""torch's own PipelineStages under any of our schedules, and beside them the whole model in one process.
+"""Run torch's own PipelineStages under one of our schedules, and the whole model in one process, and compare.
 
     torchrun --standalone --nproc-per-node 2 examples/torch_pipelining.py --schedule zb_v
     torchrun --standalone --nproc-per-node 4 examples/torch_pipelining.py --schedule zb_v --replicas 2
 
-The second has two pipelines, whose stages are sharded over both (FSDP2).
-The model is that of llama_stages.py: torchtitan's Llama 3 where torchtitan 0.2 can be imported, else its own. Every
+The second command has two pipelines, and shards their stages over both (FSDP2).
+The model is that of llama_stages.py: torchtitan's Llama 3 if torchtitan 0.2 can be imported, otherwise its own. Every
 rank also trains the whole model, and prints the largest difference of a loss or a gradient. See
 docs/migrating/from_torch.md.
 """
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that the package need not be installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # makes the package importable without an installation
 
 from examples.llama_stages import LAYERS, MICROBATCHES, batches, build_model, cut
 from megatron_pp import stage_numbers
@@ -36,10 +36,10 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def make_stages(model: nn.Module, schedule: str, virtual: int, mesh: DeviceMesh) -> list[PipelineStage]:
-    """This rank's stages, where the schedule wants them, sharded over replicas where there are several."""
+    """This rank's stages, as the schedule places them. With several replicas they are sharded over the replicas."""
     group, replicas = mesh["pp"].get_group(), mesh["dp"]
     count = group.size() * virtual
-    assert count <= LAYERS, f"{LAYERS} layers make no {count} stages"
+    assert count <= LAYERS, f"{LAYERS} layers cannot fill {count} stages"
     stages = []
     for number in stage_numbers(schedule, group.size(), virtual)[group.rank()]:
         module = cut(model, number, count)
@@ -50,7 +50,8 @@ def make_stages(model: nn.Module, schedule: str, virtual: int, mesh: DeviceMesh)
 
 
 def whole_step(model: nn.Module, tokens: Tensor, targets: Tensor, replicas: DeviceMesh) -> list[Tensor]:
-    """The same step in one process: the microbatches' losses, and the gradients of their mean over all replicas."""
+    """Run the same step in one process. Returns the microbatches' losses. Parameters get the gradients of the mean over
+    all replicas."""
     pairs = zip(tokens.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)
     losses = [loss_fn(model(x), y) for x, y in pairs]
     for loss in losses:
@@ -85,7 +86,7 @@ def main() -> None:
     args = parser.parse_args()
     dist.init_process_group("gloo")
     if args.replicas < 1 or dist.get_world_size() % args.replicas:
-        parser.error(f"--replicas {args.replicas}: {dist.get_world_size()} processes are no whole number of pipelines")
+        parser.error(f"--replicas {args.replicas} does not divide the {dist.get_world_size()} processes")
     mesh = init_device_mesh("cpu", (args.replicas, dist.get_world_size() // args.replicas), mesh_dim_names=("dp", "pp"))
     model = build_model()
     stages = make_stages(model, args.schedule, find_family(args.schedule).chunks or 2, mesh)

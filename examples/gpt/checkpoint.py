@@ -1,13 +1,14 @@
-"""Checkpoints that are whole or not there, written by torch.distributed.checkpoint (DCP). Nothing in them is run.
+"""Checkpoints that are complete or absent, written by torch.distributed.checkpoint (DCP). Reading one executes no code
+in it.
 
     <folder>/latest                            one line: the name of the newest checkpoint
-    <folder>/step-00000100/description.json    what is in it and where: JSON with its own CRC-32, every field checked
+    <folder>/step-00000100/description.json    contents and their places: JSON with its own CRC-32, every field checked
     <folder>/step-00000100/__0_0.distcp        tensors of rank 0, read with ``torch.load(weights_only=True)``
     <folder>/step-00000100/.metadata           DCP's own description, for torch's tools: a pickle, never read here
 
-Tensors have the names of the whole model, so ranks that hold other layers than those that saved find theirs. A
-checkpoint is written under a hidden name and gets its own when all ranks have finished; ``latest`` moves after that.
-Whatever is killed in between, ``latest`` names a whole checkpoint. Several nodes need a folder they share.
+Tensors have their names in the whole model, so ranks may load other layers than they have saved. A checkpoint is
+written under a hidden name. It gets its own name when all ranks have finished, and then ``latest`` is changed. If a
+process is killed in between, ``latest`` still names a complete checkpoint. Several nodes need a shared folder.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _NAME = re.compile(r"step-[0-9A-Za-z._-]{1,80}")
 _TENSOR_FILE = re.compile(r"__\d+_\d+\.distcp")
 _ADVICE = "give --resume an older checkpoint of the run, or begin a new one"
 
-# What a description holds: a type, a list of them, fields by name, or any names (...) for values of one kind.
+# The kinds of a description's values: a type, a list of one kind, fields by name, or any names (...) with one kind.
 _TENSOR = {"relative_path": str, "offset": int, "length": int, "shape": [int]}
 _CONTENT: dict[str, Any] = {"name": str, "step": int, "layout": dict, "progress": dict}
 _CONTENT |= {"files": {...: int}, "tensors": {...: _TENSOR}}
@@ -51,15 +52,15 @@ class Checkpoint:
     path: Path
     name: str
     step: int  # optimizer steps done
-    layout: dict[str, Any]  # what a run must have in common with it
-    progress: dict[str, Any]  # the run's own notes
-    files: dict[str, int]  # CRC-32 of each
-    tensors: dict[str, dict[str, Any]]  # a file, and which bytes of it
+    layout: dict[str, Any]  # sizes that a run must share to load it
+    progress: dict[str, Any]  # values that the run has stored
+    files: dict[str, int]  # file -> its CRC-32
+    tensors: dict[str, dict[str, Any]]  # tensor -> its file, bytes in it, and shape
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at ``path``: its own folder, a folder of checkpoints, or a run's folder. Reads JSON only. Raises
-    NoCheckpointError if there is none, CheckpointError if its description cannot be used."""
+    """The checkpoint at ``path``, which is its own folder, a folder of checkpoints, or a run's folder. Reads only JSON.
+    Raises NoCheckpointError if there is none, CheckpointError if its description cannot be used."""
     for folder in (path, path / "checkpoints"):
         if os.path.lexists(folder / DESCRIPTION):
             return read_description(folder)
@@ -72,12 +73,12 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
 
 def make_newest(path: Path) -> None:
-    """The run goes on from the checkpoint at ``path`` when it starts again. Raises OSError."""
+    """Make the checkpoint at ``path`` the one from which the run continues when it starts again. Raises OSError."""
     write_atomically(path.parent / LATEST, path.name + "\n")
 
 
 def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
-    """Raises CheckpointLayoutError, naming each value that differs, for a checkpoint of another layout."""
+    """Raises CheckpointLayoutError for a checkpoint of another layout. The error names each value that differs."""
     there = checkpoint.layout
     names = [name for name in sorted(layout.keys() | there.keys()) if there.get(name) != layout.get(name)]
     if names:
@@ -86,14 +87,15 @@ def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
 
 
 def write_description(checkpoint: Checkpoint) -> None:
-    """Write it into the checkpoint's folder. Raises OSError."""
+    """Write the description into the checkpoint's folder. Raises OSError."""
     content = {"format": FORMAT, **{name: getattr(checkpoint, name) for name in _CONTENT}}
     text = json.dumps({**content, "crc32": _crc32(content)}, indent=1)
     write_atomically(checkpoint.path / DESCRIPTION, text + "\n")
 
 
 def read_description(folder: Path) -> Checkpoint:
-    """The checkpoint in ``folder``. Raises CheckpointError: the description is missing, damaged, of another format."""
+    """The checkpoint in ``folder``. Raises CheckpointError if its description is missing, damaged or of another
+    format."""
     try:
         content = json.loads(read_text(folder / DESCRIPTION))
         _check("description", content, dict)
@@ -105,10 +107,10 @@ def read_description(folder: Path) -> Checkpoint:
         _check("description", content, _CONTENT)
         for name in content["files"]:
             if not _TENSOR_FILE.fullmatch(name):
-                raise ValueError(f"{name!r:.80} is no name of a file of tensors")
+                raise ValueError(f"{name!r:.80} is not a name of a tensor file")
         for name, place in content["tensors"].items():
             if place["relative_path"] not in content["files"]:
-                raise ValueError(f"tensor {name:.80}: {place['relative_path']!r:.60} is none of files")
+                raise ValueError(f"tensor {name:.80}: its file {place['relative_path']!r:.60} is not among files")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / DESCRIPTION} cannot be used: {error}; {_ADVICE}") from error
     return Checkpoint(folder, **content)
@@ -119,9 +121,9 @@ def _crc32(content: dict[str, Any]) -> int:
 
 
 def _check(name: Any, value: Any, kind: Any) -> None:
-    """Raises ValueError unless ``value`` is of a kind as in _CONTENT."""
+    """Raises ValueError unless ``value`` is of this kind. _CONTENT has the kinds."""
     wanted: type[Any] = kind if isinstance(kind, type) else type(kind)
-    # Below 2**63: what the system takes as a size or an offset.
+    # The system accepts sizes and offsets below 2**63.
     if type(value) is not wanted or (wanted is int and not 0 <= value < 2**63):
         legal = "whole number from 0" if wanted is int else wanted.__name__
         raise ValueError(f"{name} is {value!r:.60}; it must be a {legal}")
@@ -137,7 +139,7 @@ def _check(name: Any, value: Any, kind: Any) -> None:
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Fill this rank's ``tensors`` in place, which may be others than this rank has saved. Collective. Each file is
+    """Fill this rank's ``tensors`` in place. They may differ from those that it has saved. Collective. Each file is
     compared with its CRC-32 before it is read. Raises CheckpointError on every rank."""
 
     def load() -> None:
@@ -149,7 +151,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
                     raise ValueError(f"{path} is damaged: it does not have the CRC-32 that it was saved with")
             for name, tensor in tensors.items():
                 tensor.copy_(_saved_tensor(checkpoint, name, list(tensor.shape)))
-        except Exception as error:  # torch raises what it likes of bytes that are no tensor
+        except Exception as error:  # torch may raise any error for bytes that are not a tensor
             said = str(error).partition("\n")[0]
             raise CheckpointError(f"checkpoint {checkpoint.path} cannot be loaded: {said}; {_ADVICE}") from error
 
@@ -157,7 +159,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
 
 
 def _saved_tensor(checkpoint: Checkpoint, name: str, shape: list[int]) -> Tensor:
-    """Raises ValueError where it is not of ``shape``, before more is read than that takes."""
+    """The saved tensor. Raises ValueError unless it has ``shape``, and reads no more bytes than this shape needs."""
     place = checkpoint.tensors[name]
     if place["shape"] != shape:
         raise ValueError(f"{name} has shape {place['shape']} there and {shape} here")
@@ -180,7 +182,7 @@ def _crc32_of(path: Path) -> int:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Keeps on rank 0, by name, where each tensor has been written."""
+    """Records on rank 0, by name, where each tensor has been written."""
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
@@ -193,13 +195,14 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints into ``folder``, keeps the ``keep`` newest, and removes nothing but its own."""
+    """Writes a run's checkpoints into ``folder``, and keeps the ``keep`` newest. It removes only its own
+    checkpoints."""
 
     def __init__(self, folder: Path, keep: int, layout: dict[str, Any]) -> None:
         self.folder, self.keep, self.layout = folder, keep, layout
 
     def save(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any]) -> Path:
-        """Write a checkpoint; its folder. Collective. Raises CheckpointWriteError on every rank.
+        """Write a checkpoint. Returns its folder. Collective. Raises CheckpointWriteError on every rank.
 
         Tensors of one name on several ranks must hold equal values (those of data-parallel replicas do)."""
         name = ""
@@ -224,13 +227,15 @@ class CheckpointWriter:
         return self.folder / f".{name}.unfinished"
 
     def _begin(self, step: int) -> str:
-        """Remove what was left unfinished, choose the name to publish under, and make an empty folder to write to."""
+        """Remove unfinished checkpoints, choose the new one's name, and make an empty folder for it. Returns the
+        name."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.glob(".step-*.unfinished"):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
         name, repeat = f"step-{step:08d}", 1
-        # A run resumed from an earlier checkpoint reaches the same step again; what is there stays whole.
+        # A run that resumed from an earlier checkpoint reaches the same step again. The existing checkpoint is not
+        # changed.
         while any(map(os.path.lexists, (self.folder / name, self._unfinished(name)))):
             repeat += 1
             name = f"step-{step:08d}-{repeat}"
@@ -238,22 +243,22 @@ class CheckpointWriter:
         return name
 
     def _publish(self, checkpoint: Checkpoint) -> None:
-        """Describe the checkpoint, give it its name, and remove those that are too many."""
+        """Write the checkpoint's description, give it its name, and remove the oldest ones beyond ``keep``."""
         write_description(checkpoint)
         os.rename(checkpoint.path, self.folder / checkpoint.name)
         sync_folder(self.folder)
-        make_newest(self.folder / checkpoint.name)  # before what was the newest until now is removed
+        make_newest(self.folder / checkpoint.name)  # before the former newest one may be removed
         ours = [found.path for found in self._ours() if found.name != checkpoint.name]
         for path in ours[max(self.keep, 1) - 1 :]:
-            # Renamed first: a removal that is cut short leaves no half checkpoint under a valid name.
+            # Renamed first, so that an interrupted removal leaves no partial checkpoint under a valid name.
             doomed = self._unfinished(path.name)
             if not os.path.lexists(doomed):
                 os.rename(path, doomed)
                 shutil.rmtree(doomed)
 
     def _ours(self) -> Iterator[Checkpoint]:
-        """The whole checkpoints in the folder, newest first. Copies, which have other names than their descriptions,
-        and links are the user's."""
+        """The complete checkpoints in the folder, newest first. Links and copies are left out, because they are the
+        user's. A copy has another name than its description."""
         files = [path / DESCRIPTION for path in self.folder.glob("step-*") if not path.is_symlink()]
         dated = [(file.stat().st_mtime_ns, file.parent) for file in files if file.is_file()]
         for _, path in sorted(dated, reverse=True):

@@ -1,4 +1,4 @@
-"""Values over the steps of a run, as charts of a page: HTML and SVG, without a script."""
+"""Charts of values over the steps of a run, for a page: HTML and SVG without scripts."""
 
 import math
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ _COLOURS = "activation", "gradient"
 
 
 class Curve(NamedTuple):
-    """(step, value) points, by step; at most two curves are in one chart."""
+    """A curve of (step, value) points, ordered by step. A chart has at most two curves."""
 
     name: str
     points: Sequence[tuple[float, float]]
 
 
 class Chart(NamedTuple):
-    """``form`` writes a value, as ``{:,.0f} tokens/s``."""
+    """One chart. ``form`` is the format of a value, such as ``{:,.0f} tokens/s``."""
 
     title: str
     curves: Sequence[Curve]
@@ -28,7 +28,7 @@ class Chart(NamedTuple):
 
 
 def render_charts(charts: Sequence[Chart]) -> str:
-    """Those with a finite value, each with what its curves are at the end."""
+    """The HTML of the charts that have a finite value. Each shows the last value of its curves."""
     return "\n".join(filter(None, map(_chart, charts)))
 
 
@@ -65,7 +65,7 @@ def _chart(chart: Chart) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round values around all others and 0."""
+    """Round tick values from at most ``low`` and 0 up to at least ``high``."""
     low, high = min(low, 0.0), max(high, 0.0)
     step = tick_step(high - low, 4) if high > low else 1.0
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -1,7 +1,7 @@
-"""Real text as byte tokens, in microbatches by number.
+"""Real text as byte tokens, in numbered microbatches.
 
-No position is kept: which samples a microbatch holds follows from the seed, the step and its place in the step alone.
-So every stage of a pipeline makes the same microbatch for itself, and a resumed run continues exactly.
+The samples of a microbatch depend only on the seed, the step and its place in the step; no position is stored. So every
+stage of a pipeline makes the same microbatch for itself, and a resumed run continues exactly.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from torch import Tensor
 from examples.gpt.errors import DataError
 
 VOCAB_SIZE = 256  # tokens are bytes
-Microbatch = tuple[int, Tensor, Tensor]  # its number in the run, over all replicas; tokens and labels, int64 [b, s]
+Microbatch = tuple[int, Tensor, Tensor]  # (number in the run over all replicas, tokens, labels), both int64 [b, s]
 
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"])
-# Not part of every Python installation, or not the library itself.
+# Folders that are not part of every Python installation, or not of the library itself.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
 
 
 def read_text(paths: Sequence[str], max_bytes: int) -> bytes:
-    """At most ``max_bytes`` of the files and of all files in the folders ``paths``, sorted, hidden ones left out.
-    Without paths: of the source of Python's standard library. Raises DataError if there is nothing to read."""
+    """At most ``max_bytes`` of text from files and folders ``paths``. Files of a folder are sorted, without hidden
+    ones. Without paths the text is the source of Python's standard library. Raises DataError if there is nothing to
+    read."""
     text = bytearray()
     for file in [file for path in paths for file in _files_at(Path(path))] if paths else _library_files():
         if len(text) >= max_bytes:
@@ -46,8 +47,9 @@ def read_text(paths: Sequence[str], max_bytes: int) -> bytes:
 def _files_at(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    if not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):  # a pipe, for one, gives its text to one rank only
-        raise DataError(f"data path {path} is no file or readable folder; give others to --data")
+    # For example a pipe, which gives its text to one rank only.
+    if not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):
+        raise DataError(f"data path {path} is not a file or a readable folder; give others to --data")
     files = sorted(path.rglob("*"))
     return [f for f in files if f.is_file() and not any(part[0] == "." for part in f.relative_to(path).parts)]
 
@@ -61,7 +63,7 @@ def _library_files() -> list[Path]:
 
 
 def split_text(text: bytes, validation_fraction: float) -> tuple[Tensor, Tensor]:
-    """Training and validation tokens, uint8, one dimension each; the validation part is the text's tail."""
+    """Training and validation tokens, both uint8 of one dimension. The validation part is the end of the text."""
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     cut = len(tokens) - int(len(tokens) * validation_fraction)
     return tokens[:cut], tokens[cut:]
@@ -74,7 +76,7 @@ class SampleOrder:
 
     tokens: Tensor  # uint8, of one dimension
     micro_batch_size: int
-    num_microbatches: int  # of one replica in a step
+    num_microbatches: int  # microbatches of one replica in a step
     data_parallel_size: int
     seq_length: int
     seed: int
@@ -92,7 +94,7 @@ class SampleOrder:
         self._permutation = lru_cache(maxsize=2)(self._new_permutation)
 
     def microbatch(self, number: int) -> tuple[Tensor, Tensor]:
-        """The tokens and labels, int64 ``[b, s]`` each, of one microbatch of the run."""
+        """The tokens and labels of one microbatch of the run, both int64 ``[b, s]``."""
         samples = range(number * self.micro_batch_size, (number + 1) * self.micro_batch_size)
         windows = torch.stack([self._window(sample) for sample in samples]).long()
         return windows[:, :-1], windows[:, 1:]
@@ -111,6 +113,6 @@ class SampleOrder:
         return self.tokens[start : start + self.seq_length + 1]
 
     def _new_permutation(self, epoch: int) -> Tensor:
-        # One odd multiplier keeps (seed, epoch) pairs apart without drawing from the global generator.
+        # An odd multiplier gives each (seed, epoch) its own seed. The global generator is not used.
         generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + epoch) % 2**63)
         return torch.randperm(self.num_samples, generator=generator)

@@ -1,10 +1,11 @@
-"""What the program reports in one line, without a traceback; ``exit_code`` is what the process then ends with."""
+"""Errors that the program reports in one line, without a traceback. ``exit_code`` is the process's exit code."""
 
 from megatron_pp.errors import ConfigError, MegatronPPError
 
 
 class TrainingError(MegatronPPError):
-    """Base class. As it stands: bad input, raised before any communication where one rank can see it."""
+    """Base class. An error of this class itself is bad input. It is raised before any communication if one rank can
+    detect it."""
 
     exit_code = 2
 
@@ -30,7 +31,7 @@ class CheckpointError(TrainingError):
 
 
 class NoCheckpointError(CheckpointError):
-    """There is no run, or no checkpoint, where one should be."""
+    """There is no run, or no checkpoint, at the given path."""
 
     exit_code = 2
 
@@ -40,7 +41,7 @@ class CheckpointLayoutError(NoCheckpointError):
 
 
 class CheckpointWriteError(CheckpointError):
-    """A checkpoint could not be written: disk full, no permission. The former one stays."""
+    """A checkpoint could not be written, for example to a full disk or without permission. The former one stays."""
 
     exit_code = 4
 

@@ -1,4 +1,5 @@
-"""Files of a run, which may come from elsewhere: only plain files are read; what is written is whole or not there."""
+"""Reads and writes files of a run. A run may come from elsewhere, so only plain files are read. Writes are complete or
+absent."""
 
 from __future__ import annotations
 
@@ -17,25 +18,25 @@ _LARGEST_TEXT = 1 << 28  # bytes
 
 
 def check_own(folder: Path, names: Iterable[str]) -> None:
-    """Raises OSError where one of ``names`` in ``folder`` is a link, or a file that has another name too: what is
-    written under it would go elsewhere."""
+    """Raises OSError if one of ``names`` in ``folder`` is a link, or a file with a second name: a write to it would
+    change a file elsewhere."""
     for name in names:
         with suppress(FileNotFoundError):
             there = os.lstat(folder / name)
             if stat.S_ISLNK(there.st_mode) or (stat.S_ISREG(there.st_mode) and there.st_nlink > 1):
-                advice = "it is a link, and a run writes into its own folder only: put a copy in its place"
+                advice = "it is a link, and a run writes only into its own folder: replace it by a copy"
                 raise OSError(errno.EINVAL, advice, str(folder / name))
 
 
 def read_text(path: Path) -> str:
-    """The text of a plain file. Raises OSError as ``open_plain``, ValueError if it is not UTF-8."""
+    """The text of a plain file. Raises OSError as ``open_plain`` does, and ValueError if it is not UTF-8."""
     return read_plain(path, _LARGEST_TEXT).decode()
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` to disk so that a reader, or a crash, sees the old content or the new. Raises OSError."""
+    """Write ``text`` to disk. A reader sees the old or the new content, also after a crash. Raises OSError."""
     temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)  # left by a crash, or a link to a file of somebody else's
+    temporary.unlink(missing_ok=True)  # left by a crash, or a link to another user's file
     try:
         with open(temporary, "x") as file:
             file.write(text)
@@ -48,7 +49,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the disk has what was made, renamed and removed in ``folder``."""
+    """Return when the changes of names in ``folder`` are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""A GPT cut into pipeline stages. Activations are ``[s, b, h]``; parameters have the names of the whole model."""
+"""A GPT in pipeline stages. Activations are ``[s, b, h]``. Parameters have their names in the whole model."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angles = torch.arange(max_sequence_length, dtype=torch.float64)[:, None] * frequencies[None, :]
-        # Never saved: every stage computes the same tables for itself.
+        # Not saved, because every stage computes the same tables.
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """``x`` is ``[b, heads, s, head_dim]``, its first token number ``start`` of the sequence."""
+        """``x`` with rotated positions. It is ``[b, heads, s, head_dim]``, and its first token has number ``start``."""
         cos, sin = (table[start : start + x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -51,7 +51,7 @@ class CausalSelfAttention(nn.Module):
         self.proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotary: RotaryEmbedding, part: SequenceSlice | None = None) -> Tensor:
-        """Of a slice, keys and values of the slices before are added to its own."""
+        """``x`` is ``[s, b, h]``. A slice also uses the keys and values of the slices before it."""
         s, b, h = x.shape
         # [s, b, 3h] -> three times [b, heads, s, head_dim]
         qkv = self.qkv(x).view(s, b, 3, self.num_heads, h // self.num_heads)
@@ -68,7 +68,8 @@ class CausalSelfAttention(nn.Module):
 
 @lru_cache(maxsize=64)
 def causal_rows(start: int, stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The mask of tokens ``start`` to ``stop`` among all up to ``stop``: one tensor, as each use saves it."""
+    """The causal mask ``[stop - start, stop]`` of the tokens from ``start``. It is cached, because each use saves it
+    for backward."""
     return torch.full((stop - start, stop), -math.inf, dtype=dtype, device=device).triu_(start + 1)
 
 
@@ -87,45 +88,46 @@ class Block(nn.Module):
         self.hidden_dropout = config.hidden_dropout
 
     def forward(self, x: Tensor, rotary: RotaryEmbedding, part: SequenceSlice | None = None) -> Tensor:
-        """Keeps the dtype: under autocast too a stage sends what the next one expects."""
+        """The result has the dtype of ``x``, also under autocast, because the next stage expects that dtype."""
         x = x + dropped(self, self.attention(self.attention_norm(x), rotary, part)).to(x.dtype)
         return x + dropped(self, self.feed_forward(self.feed_forward_norm(x))).to(x.dtype)
 
 
 def dropped(block: Any, branch: Tensor) -> Tensor:
-    """A branch of ``block``, before it joins the residual stream."""
+    """``branch`` after the dropout of ``block``, before it is added to the residual stream."""
     return F.dropout(branch, block.hidden_dropout, block.training) if block.hidden_dropout else branch
 
 
 class LayerParts:
-    """What a GPT stage is built from: torch's own parts. Those of Transformer Engine have the same methods."""
+    """The parts of a GPT stage, made of torch's modules. TransformerEngineParts has the same methods."""
 
     def __init__(self, norm: Callable[..., nn.Module] = nn.LayerNorm) -> None:
         self.norm = norm
-        self.replicas: Any = None  # process group of the ranks that hold the same weights; None: there are no others
+        self.replicas: Any = None  # process group of the ranks with the same weights; None: no other rank has them
 
     def block(self, config: Any, layer: int) -> nn.Module:
-        """Layer ``layer`` (0-based, in the whole model): called with ``(hidden [s, b, h], rotary, slice or None)``."""
+        """Layer ``layer`` (0-based, in the whole model). It is called with ``(hidden [s, b, h], rotary, slice or
+        None)``."""
         return Block(config, self.norm)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Around the layers of one forward of the stage."""
+        """The context in which the layers of one forward of the stage run."""
         return nullcontext()
 
     def checkpointed(self, block: nn.Module, *inputs: Any) -> Tensor:
-        """``block(*inputs)`` that keeps its input and computes the rest again in backward."""
+        """``block(*inputs)``. It keeps only its inputs, and is computed again in backward."""
         return checkpoint(block, *inputs, use_reentrant=False)
 
 
 def seed_of(*parts: object) -> int:
-    """Through a hash, so that neighbouring seeds and layers draw unrelated numbers."""
+    """A seed made of ``parts``, by a hash, so that neighbouring seeds and layers draw unrelated numbers."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _initialize(block: nn.Module, std: float, seed: int, name: str, num_layers: int = 0) -> None:
-    """Draw the matrices of the part of the model called ``name``, in fp32 on the CPU, however the model is cut. Those
-    that write to the residual stream get ``std / sqrt(2 * num_layers)`` (GPT-2 report, section 2.3)."""
+    """Draw the matrices of the part ``name`` of the model, in fp32 on the CPU. They do not depend on how the model is
+    cut. Matrices that write to the residual stream get ``std / sqrt(2 * num_layers)`` (GPT-2 report, section 2.3)."""
     generator = torch.Generator().manual_seed(seed_of(seed, name))
     for own_name, parameter in block.named_parameters():
         if parameter.dim() > 1:
@@ -139,8 +141,8 @@ class GPTStage(nn.Module):
     norm and the output projection (``post_process``).
 
     Activations between stages have dtype ``config.pipeline_dtype`` (fp32 if not set). A shared output projection is a
-    copy even in one process: ``optimizer.sum_tied_gradients`` adds the gradients in one order however the model is cut.
-    ``output_split``: the pipeline rank and size, where each rank has its rows of the output projection."""
+    copy, even in one process. So ``optimizer.sum_tied_gradients`` adds the gradients in the same order, however the
+    model is cut. ``output_split``: the pipeline rank and size, if each rank has its rows of the output projection."""
 
     def __init__(
         self,
@@ -193,16 +195,16 @@ class GPTStage(nn.Module):
     def set_is_first_microbatch(self) -> None:
         """Called by the schedule before a step's first microbatch: weights may have changed."""
         for block in self.layers.values():
-            block.is_first_microbatch = True  # type: ignore[assignment]  # only Transformer Engine's read it
+            block.is_first_microbatch = True  # type: ignore[assignment]  # only Transformer Engine's blocks read it
 
     def forward(
         self, tokens: Tensor | None = None, labels: Tensor | None = None, microbatch: int = 0, recompute: bool = False
     ) -> Tensor:
-        """Run the stage on one microbatch, or on the slice of it that the engine is at (``sequence_slice``).
+        """Run the stage on one microbatch, or on the slice that the engine computes now (``sequence_slice``).
 
-        ``tokens`` and ``labels`` are int64 ``[b, s]``; ``microbatch`` is its number in the run, from which dropout's
-        numbers follow. Returns an activation; on the last stage, unless the output is split, the loss of each token,
-        fp32 or wider ``[b, s]``, or logits ``[b, s, vocab]`` when there are no labels."""
+        ``tokens`` and ``labels`` are int64 ``[b, s]``. ``microbatch`` is its number in the run, which decides dropout's
+        numbers. Returns an activation. If the output is not split, the last stage returns the loss of each token, fp32
+        or wider ``[b, s]``, or without labels the logits ``[b, s, vocab]``."""
         part = sequence_slice()
         if part is not None:
             tokens, labels = (None if given is None else part.of(given, 1) for given in (tokens, labels))
@@ -215,8 +217,8 @@ class GPTStage(nn.Module):
                     torch.manual_seed(seed_of(self.seed, "dropout", microbatch, layer, *which))
                 inputs = hidden, self.rotary, part
                 hidden = self.parts.checkpointed(block, *inputs) if recompute else block(*inputs)
-        for rows in self.output_rows.values():  # this rank's, where the output layer is split
-            assert labels is not None, "a split output layer gives losses, no logits"
+        for rows in self.output_rows.values():  # only this rank's part if the output layer is split
+            assert labels is not None, "a split output layer returns losses, not logits: give labels"
             return rows(self.final_norm(hidden).to(self.stream_dtype) if self.post_process else hidden, labels.t())
         if not self.post_process:
             return hidden
@@ -230,12 +232,12 @@ class GPTStage(nn.Module):
     def _stage_input(self, tokens: Tensor | None) -> Tensor:
         if self.pre_process:
             assert tokens is not None, "the first stage needs tokens"
-            # Transposed before the look-up, not after: the output is then no view, and contiguous as [s, b, h].
+            # Transposed before the look-up, so that the output is contiguous as [s, b, h] and not a view.
             return self.embedding(tokens.t()).to(self.stream_dtype)
-        # Held no longer than needed: the engine counts on giving the memory back.
+        # Dropped as soon as possible: the engine relies on freeing its memory.
         hidden, self.input_tensor = self.input_tensor, None
         assert hidden is not None, "set_input_tensor has not been called"
-        # An empty stage must not pass on its input itself: the engine frees outputs and keeps inputs.
+        # An empty stage must not return its own input: the engine frees outputs and keeps inputs.
         return hidden if self.layers or self.post_process else hidden.clone()
 
 
@@ -247,8 +249,8 @@ def build_gpt_chunks(
     device: torch.device | None = None,
     **options: Any,
 ) -> list[GPTStage]:
-    """The model chunks of one rank, with ``options`` of GPTStage. ``stages``: which stage each chunk is;
-    ``layers_of_stage``: for every stage of the model, the numbers of its layers."""
+    """The model chunks of one rank, with ``options`` of GPTStage. ``stages``: the stage of each chunk.
+    ``layers_of_stage``: the layer numbers of every stage of the model."""
     chunks = []
     for chunk, stage in enumerate(stages):
         options |= {"pre_process": stage == 0, "post_process": stage == len(layers_of_stage) - 1}

@@ -1,8 +1,9 @@
-"""Which library each part of training comes from: torch, NVIDIA apex, or Transformer Engine (in FP8 where asked for).
+"""Chooses the library of each part of training: torch, NVIDIA apex, or Transformer Engine (with FP8 if it is set).
 
-Asked for and absent is an error; ``auto`` takes the fused form where it is there, on a GPU. Written against the
-documented interfaces of apex and of Transformer Engine 1.13 to 2.20; neither has been run on a GPU so far. Transformer
-Engine's layers start with the weights of the local ones, to the bit; their GELU is the tanh approximation.
+If a chosen library is missing, that is an error. ``auto`` uses the fused form on a GPU if it is installed. The module
+is written for the documented interfaces of apex and of Transformer Engine 1.13 to 2.20. Neither has been run on a GPU.
+Transformer Engine's layers start with the same weights as the local layers, bit for bit. Their GELU is the tanh
+approximation.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ _RECIPES = {
     "blockwise": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
 }
-# What these need besides: apex can be installed without it, and then fails at the first call.
+# Compiled modules that these need. apex can be installed without them, and then fails at the first call.
 _COMPILED = {"apex.optimizers": "amp_C", "apex.normalization": "fused_layer_norm_cuda"}
 _INSTALL = {
-    "apex": "build it from NVIDIA's source with its CUDA extensions (the package apex on PyPI is something else)",
+    "apex": "build it from NVIDIA's source with its CUDA extensions (apex on PyPI is a different project)",
     TE: "install transformer_engine[pytorch]",
 }
 
 
 def choose_libraries(settings: Settings, device: torch.device, split: bool) -> tuple[LayerParts, Any, tuple[str, str]]:
-    """What layers are built from, apex's optimizer or None, and two lines about that; ``split``: the schedule has
-    weight-gradient operations. Raises ArgumentError where a library that was asked for cannot be used."""
+    """The parts of layers, apex's optimizer or None, and two lines that describe them. ``split``: whether the schedule
+    has weight-gradient operations. Raises ArgumentError if a chosen library cannot be used."""
     on_gpu = device.type == "cuda"
     fused_adam = _find("--optimizer-impl", settings.optimizer_impl, "apex.optimizers", "FusedAdam", on_gpu)
     optimizer = "apex FusedAdam" if fused_adam else f"torch AdamW (fused={on_gpu})"
@@ -71,7 +72,7 @@ def _transformer_engine(settings: Settings, device: torch.device, split: bool) -
 
 
 def _find(flag: str, wanted: str, module: str, name: str, on_gpu: bool) -> Any | None:
-    """``module.name`` of apex where it is wanted, or ``auto`` and there; else None."""
+    """``module.name`` of apex if it is chosen, or with ``auto`` if it is installed. None otherwise."""
     try:
         return None if wanted == "torch" else getattr(_required(flag, module, on_gpu), name)
     except (ArgumentError, AttributeError):
@@ -83,18 +84,18 @@ def _find(flag: str, wanted: str, module: str, name: str, on_gpu: bool) -> Any |
 def _required(flag: str, module: str, on_gpu: bool) -> Any:
     library = module.partition(".")[0]
     if not on_gpu:
-        raise ArgumentError(f"{flag} is {library}, which computes on GPUs alone; leave {flag} out")
+        raise ArgumentError(f"{flag} is {library}, which computes only on GPUs; leave {flag} out")
     try:
         importlib.import_module(_COMPILED.get(module, module))
         return importlib.import_module(module)
-    except Exception as error:  # a half-built extension raises what it likes
+    except Exception as error:  # an incomplete extension may raise any error
         advice = f"{_INSTALL[library]}, or leave {flag} out"
         raise ArgumentError(f"{flag} is {library}, but {module} cannot be imported ({error}); {advice}") from error
 
 
 class TransformerEngineBlock(nn.Module):
-    """One pre-norm transformer layer from four fused modules. Under FP8, copies of the weights are made in a step's
-    first microbatch and kept for the others."""
+    """One pre-norm transformer layer of four fused modules. With FP8, the first microbatch of a step makes FP8 copies
+    of the weights, which the other microbatches use."""
 
     def __init__(self, te: Any, config: Any, layer: int, device: torch.device, split: bool, fp8: bool) -> None:
         super().__init__()
@@ -129,8 +130,8 @@ class TransformerEngineBlock(nn.Module):
 
 
 class TransformerEngineParts(LayerParts):
-    """LayerParts from ``te``, the module transformer_engine.pytorch. ``split``: leave weight gradients to
-    ``backward_dw()``. ``recipe``: of FP8, or None; its largest values are reduced over the replicas."""
+    """LayerParts made of ``te``, the module transformer_engine.pytorch. ``split``: leave weight gradients to
+    ``backward_dw()``. ``recipe``: that of FP8, or None. FP8's largest values are reduced over the replicas."""
 
     def __init__(self, te: Any, device: torch.device, split: bool, recipe: Any = None) -> None:
         super().__init__(te.LayerNorm)
@@ -140,7 +141,7 @@ class TransformerEngineParts(LayerParts):
         return TransformerEngineBlock(self.te, config, layer, self.device, self.split, fp8=self.recipe is not None)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """One FP8 region a microbatch: the largest values are reduced where it ends."""
+        """One FP8 region for each microbatch. At its end the largest values are reduced."""
         if self.recipe is None:
             return nullcontext()
         if hasattr(self.te, "autocast"):  # the name since 2.9
@@ -148,5 +149,5 @@ class TransformerEngineParts(LayerParts):
         return self.te.fp8_autocast(enabled=True, fp8_recipe=self.recipe, fp8_group=self.replicas)
 
     def checkpointed(self, block: nn.Module, *inputs: Any) -> Tensor:
-        """torch's own checkpointing would compute again with another FP8 scale."""
+        """``block(*inputs)`` by Transformer Engine's checkpointing. torch's would recompute with another FP8 scale."""
         return self.te.checkpoint(block, *inputs, use_reentrant=False)

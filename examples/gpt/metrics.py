@@ -1,4 +1,5 @@
-"""What people read of a run: lines and a bar on the terminal, ``metrics.jsonl``, TensorBoard, a plot of the loss."""
+"""The outputs of a run for people: lines and a bar on the terminal, ``metrics.jsonl``, TensorBoard, a plot of the
+loss."""
 
 from __future__ import annotations
 
@@ -25,22 +26,22 @@ _LARGEST = 1 << 28  # bytes of metrics
 
 
 def peak_tflops(device: torch.device) -> float:
-    """What the device can compute at most, dense in bf16; 0 where that is not known."""
+    """The device's peak TFLOPS for dense bf16; 0 if it is not known."""
     name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
     found = max((part for part in GPUS if part in name), key=len, default=None)
     return GPUS[found].flops / 1e12 if found else 0.0
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most that this process has used so far: allocated by torch on a GPU, resident on the CPU."""
+    """The most GiB that this process has used so far: allocated by torch on a GPU, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux: KiB
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``, up to a line that is none: cut short, or with what is no number. Raises
-    CheckpointError."""
+    """The records of a ``metrics.jsonl``, up to the first line that is cut short or has a value that is not a number.
+    Raises CheckpointError if the file cannot be read."""
     records: list[dict[str, Any]] = []
     try:
         lines = read_plain(path, _LARGEST).decode(errors="replace").splitlines()
@@ -57,10 +58,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Recorder:
-    """Rank 0's metrics; on other ranks (``folder`` is None) every method does nothing.
+    """Records the metrics on rank 0. On other ranks ``folder`` is None, and every method does nothing.
 
-    Records of steps later than ``done``, which a continued run will write anew, are dropped. A step is shown on the
-    terminal every ``log_interval`` steps and after the last; a bar below has the time that is left."""
+    Records of steps after ``done`` are dropped, because the continued run writes them again. The terminal shows a line
+    every ``log_interval`` steps and after the last step. A bar below it has the remaining time."""
 
     def __init__(self, folder: Path | None, done: int, settings: Settings) -> None:
         self._file: Any = None
@@ -88,7 +89,7 @@ class Recorder:
                 self._bar = tqdm(**steps, file=sys.stdout, dynamic_ncols=True, leave=False)
 
     def record(self, step: int, **values: float) -> None:
-        """Note values after ``step`` steps: those of a training step with a loss, or a validation_loss."""
+        """Record values after ``step`` steps: those of a training step, with a loss, or a validation_loss."""
         if self._file is None:
             return
         self._file.write(json.dumps({"step": step, **values}) + "\n")
@@ -117,11 +118,11 @@ class Recorder:
 
 
 def plot_loss(folder: Path, title: str) -> str | None:
-    """Draw the losses in a run's folder. Returns ``None``, or why there is no plot (matplotlib is an extra)."""
+    """Draw the losses in a run's folder. Returns ``None``, or why there is no plot: matplotlib is an extra."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        return f"no {PLOT}: {error}; pip install '.[viz]' in the project brings it"
+        return f"no {PLOT}: {error}; install it in the project by pip install '.[viz]'"
     records = read_metrics(folder / METRICS)
     figure = Figure(layout="constrained")
     axes = figure.add_subplot(title=textwrap.fill(title, 60), xlabel="step", ylabel="nats per byte")

@@ -1,4 +1,4 @@
-"""From the gradients of the backward passes to a step: averaged over replicas, tied, clipped, AdamW."""
+"""The optimizer's step: gradients are averaged over replicas, summed for tied weights and clipped; AdamW updates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def finalize_gradients(chunks: Sequence[GPTStage], *_: Any, **__: Any) -> None:
     group = parallel_state.get_data_parallel_group()
     replicas = dist.get_world_size(group)
     if replicas > 1 and gradients:
-        flat = torch.cat([gradient.flatten() for gradient in gradients])  # one large message, not many small ones
+        flat = torch.cat([gradient.flatten() for gradient in gradients])  # one large message instead of many small ones
         dist.all_reduce(flat, group=group)
         for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             torch.div(total.view_as(gradient), replicas, out=gradient)
@@ -34,7 +34,7 @@ def finalize_gradients(chunks: Sequence[GPTStage], *_: Any, **__: Any) -> None:
 
 
 def sum_tied_gradients(chunks: Sequence[GPTStage], group: Any) -> None:
-    """Add the gradients of a tied embedding's two copies, which the ranks of ``group`` hold, or this rank both."""
+    """Add the gradients of a tied embedding's two copies. Two ranks of ``group`` hold them, or this rank holds both."""
     tied = [dict(chunk.named_parameters()) for chunk in chunks if chunk.share_embeddings_and_output_weights]
     copies: list[Any] = [parameters[name] for name in (EMBEDDING, OUTPUT) for parameters in tied if name in parameters]
     if len(copies) == 2:
@@ -45,7 +45,7 @@ def sum_tied_gradients(chunks: Sequence[GPTStage], group: Any) -> None:
 
 
 def sum_tied_rows(stage: GPTStage, group: Any) -> None:
-    """The same where every rank of ``group``, the pipeline, holds some rows of the output projection."""
+    """``sum_tied_gradients`` if every rank of ``group``, the pipeline, holds some rows of the output projection."""
     if not stage.share_embeddings_and_output_weights:
         return
     layer: Any = next(iter(stage.output_rows.values()))
@@ -61,7 +61,7 @@ def sum_tied_rows(stage: GPTStage, group: Any) -> None:
 
 
 class GradientClipper:
-    """Clips by the norm of the whole model's gradient, over all stages; a tied embedding counts once.
+    """Clips by the norm of the whole model's gradient, over all stages. A tied embedding counts once.
 
     The norm has the same bits however the model is cut: each parameter's own norm goes to a fixed place in one vector,
     which is summed in one fixed order. Construction is collective over ``pipeline_group``."""
@@ -81,7 +81,8 @@ class GradientClipper:
         self._placed = [(place, own[name]) for place, name in enumerate(sorted(sizes)) if name in own]
 
     def clip(self) -> Tensor:
-        """Scale the gradients in place. Collective over the pipeline. Returns the norm before, fp64, no dimension."""
+        """Scale the gradients in place. Collective over the pipeline. Returns the norm before scaling, an fp64
+        scalar."""
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         squares = torch.zeros(self._squares, dtype=torch.float64, device=device)
         for place, parameter in self._placed:
@@ -96,7 +97,7 @@ class GradientClipper:
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """A linear rise to the peak, then half a cosine; ``step`` counts from 0."""
+    """The learning rate of a step: a linear rise to the peak, then half a cosine. ``step`` counts from 0."""
     peak, final, warmup_steps = settings.learning_rate, settings.min_learning_rate, settings.warmup_steps
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -106,11 +107,11 @@ def learning_rate(step: int, settings: Settings) -> float:
 
 class NamedAdamW:
     """AdamW over this rank's chunks: torch's, or apex's ``fused_adam``. Matrices are decayed, vectors (norms) are not.
-    The state exists from the start, so a checkpoint holds and expects the same tensors at any step."""
+    The state exists from the start, so checkpoints of any step have the same tensors."""
 
     def __init__(self, chunks: Sequence[nn.Module], settings: Settings, fused_adam: Any = None) -> None:
         self.parameters = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
-        self._groups: list[dict[str, Any]] = [  # either may be empty, where stages are
+        self._groups: list[dict[str, Any]] = [  # either may be empty, if stages are
             {"params": [p for p in self.parameters.values() if p.dim() >= 2], "weight_decay": settings.weight_decay},
             {"params": [p for p in self.parameters.values() if p.dim() < 2], "weight_decay": 0.0},
         ]
@@ -122,7 +123,7 @@ class NamedAdamW:
             self._apex = fused_adam(self._groups, lr=0.0, eps=self._eps, betas=self._betas, adam_w_mode=True)
             self._groups, self._state = self._apex.param_groups, self._apex.state
         for parameter in self.parameters.values():
-            # torch's fused kernel reads its count of steps on the device.
+            # torch's fused kernel reads the number of steps on the device.
             step = torch.zeros((), device=parameter.device if self._fused else "cpu")
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             self._state[parameter].update(step=step, **moments)
@@ -139,7 +140,8 @@ class NamedAdamW:
 
     @torch.no_grad()
     def _update(self, group: dict[str, Any], learning_rate: float) -> None:
-        """By the function behind torch.optim.AdamW. The class imports torch's compiler, a third of a rank's start."""
+        """Update a group by torch's function ``adamw``. The class AdamW would import torch's compiler, a third of a
+        rank's start."""
         with_gradient = [(p, p.grad, self._state[p]) for p in group["params"] if p.grad is not None]
         adamw(
             params=[parameter for parameter, _, _ in with_gradient],
@@ -161,14 +163,14 @@ class NamedAdamW:
     def _step_apex(self, learning_rate: float) -> None:
         for group in self._groups:
             group["lr"] = learning_rate
-            if group["params"]:  # counts steps per group, which checkpoints do not hold
+            if group["params"]:  # apex counts steps per group, and checkpoints have no groups
                 group["step"] = int(self._state[group["params"][0]]["step"])
         self._apex.step()
         for parameter in self.parameters.values():
             self._state[parameter]["step"] += 1
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and optimizer state, the live tensors, by name."""
+        """Parameters and optimizer state by name: the tensors themselves, not copies."""
         tensors = {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             tensors.update({f"optimizer.{key}.{name}": value for key, value in self._state[parameter].items()})

@@ -1,4 +1,4 @@
-"""This process: who it is among those of the run, how they meet and agree, and how it ends."""
+"""This process: its place in the run, how the processes meet and agree, and how it ends."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megatron_pp.faults.nccl_settings import leave_failures_to_the_guard
 from megatron_pp.runtime.communicators import close_communicators
 from megatron_pp.tools.draw.facts import counted
 
-_PATIENCE = timedelta(minutes=10)  # between the first process that comes and the last
-_ROOT = "megatron_pp/meeting"  # of our keys in torchrun's store
-_STACK = 4  # frames of it that are shown
+_PATIENCE = timedelta(minutes=10)  # longest time between the first process and the last one at the start
+_ROOT = "megatron_pp/meeting"  # prefix of our keys in torchrun's store
+_STACK = 4  # shown frames of a stack
 
 
 class Process(NamedTuple):
-    """What torchrun's environment variables say about a process; the defaults are those of a lone one."""
+    """The values of torchrun's environment variables for a process. The defaults are those of a single process."""
 
     rank: int = 0
     world_size: int = 1
@@ -44,8 +44,8 @@ class Process(NamedTuple):
 
 
 def choose_device(wanted: str, process: Process) -> torch.device:
-    """The GPU of this process, or the CPU; ``auto``: GPUs when this machine has one for each of its processes. Raises
-    ArgumentError: ``cuda`` without enough GPUs."""
+    """The GPU of this process, or the CPU. ``auto`` chooses GPUs if this machine has one for each of its processes.
+    Raises ArgumentError for ``cuda`` without enough GPUs."""
     gpus, needed = torch.cuda.device_count() if wanted != "cpu" else 0, process.local_world_size
     if wanted == "cuda" and gpus < needed:
         there = f"--device is cuda, but of {counted(needed, 'rank')} here each needs a GPU, and there are {gpus}"
@@ -55,7 +55,7 @@ def choose_device(wanted: str, process: Process) -> torch.device:
 
 @contextmanager
 def joined(process: Process, device: torch.device, timeout: timedelta) -> Iterator[None]:
-    """The default process group, for as long as the context is open: NCCL on GPUs, gloo on the CPU."""
+    """A context in which the default process group exists: NCCL on GPUs, gloo on the CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         leave_failures_to_the_guard()
@@ -68,7 +68,7 @@ def joined(process: Process, device: torch.device, timeout: timedelta) -> Iterat
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     yield
-    # Not after an error: taking leave of peers that are in the middle of a step may block.
+    # Not after an error: closing a group may block if peers are in the middle of a step.
     close_communicators()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -76,11 +76,11 @@ def joined(process: Process, device: torch.device, timeout: timedelta) -> Iterat
 
 
 def agreed_place(store: Any, rank: int, world_size: int) -> str:
-    """A name that all processes of this start, and none of an earlier one, get from ``store``.
+    """A name that all processes of this start get from ``store``, and no process of an earlier start.
 
-    torchrun's store outlives a restart, with the addresses of the processes before, on which new ones would hang; and
-    its restart count is not the same on all nodes. So rank 0 makes up a name. The others each draw a number and wait
-    until rank 0 has answered to it. It answers to numbers of earlier starts as well, which no process reads."""
+    torchrun's store outlives a restart. It still has the addresses of the earlier processes, and new ones would hang on
+    them. Its restart count differs between nodes. So rank 0 makes up a name. Each other rank draws a number, and waits
+    for rank 0's answer to it. Rank 0 also answers to numbers of earlier starts, but no process reads these answers."""
     if rank > 0:
         number = store.add(f"{_ROOT}/numbers", 1)
         place = store.get(f"{_ROOT}/answer/{number}").decode()
@@ -98,8 +98,8 @@ def agreed_place(store: Any, rank: int, world_size: int) -> str:
 
 
 def on_all_ranks(action: Callable[[], Any]) -> list[Any]:
-    """Run ``action`` on every rank. Returns what it gave on each. Collective. Where it raised a TrainingError or
-    OSError, every rank raises the first of these."""
+    """Run ``action`` on every rank. Returns the results of all ranks. Collective. If it raises a TrainingError or
+    OSError on some ranks, every rank raises that of the lowest one."""
     try:
         result = action()
     except (TrainingError, OSError) as error:
@@ -113,12 +113,13 @@ def on_all_ranks(action: Callable[[], Any]) -> list[Any]:
 
 
 def on_first_rank(action: Callable[[], Any]) -> Any:
-    """Run ``action`` on rank 0. Returns what it gave. Collective; errors as those of ``on_all_ranks``."""
+    """Run ``action`` on rank 0. Returns its result on every rank. Collective. Errors are raised as by
+    ``on_all_ranks``."""
     return on_all_ranks(lambda: action() if dist.get_rank() == 0 else None)[0]
 
 
 def check_same_settings(settings: Mapping[str, Any]) -> None:
-    """Raises ArgumentError on every rank where processes were started with different settings. Collective."""
+    """Raises ArgumentError on every rank if processes were started with different settings. Collective."""
     first, *others = on_all_ranks(lambda: dict(settings))
     for rank, other in enumerate(others, start=1):
         for name in (name for name in first if other[name] != first[name]):
@@ -127,10 +128,10 @@ def check_same_settings(settings: Mapping[str, Any]) -> None:
 
 
 class StopRequest:
-    """From when it is made, the first SIGINT or SIGTERM is noted in ``first``.
+    """Catches SIGINT and SIGTERM from its construction on. ``first`` is the first signal.
 
-    A process that left on its own would leave its peers without a partner in the middle of a step. So the ranks
-    exchange their requests at a step's end, and all leave after the same one."""
+    If a process ended by itself, its peers would wait for it in the middle of a step. So the ranks exchange their
+    requests at the end of each step, and all end after the same step."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
@@ -142,10 +143,11 @@ class StopRequest:
 
 
 def report(error: Exception, foreseen: bool) -> int:
-    """Say what has ended this rank: in words where it was ``foreseen``, else with its stack. Returns the exit code.
+    """Print the error that has ended this rank: its message if it was ``foreseen``, otherwise its stack. Returns the
+    exit code.
 
-    Of the ranks of a node the first that fails says why, and the first with an unforeseen error shows its stack. All
-    leave the error in torchrun's file for it, from which scripts/launch.py makes its last line."""
+    On each node only the first rank that fails prints a message, and only the first with an unforeseen error prints its
+    stack. All ranks write the error into torchrun's error file, from which scripts/launch.py makes its last line."""
     with suppress(OSError):
         get_error_handler().record_exception(error)
     if _is_first("message" if foreseen else "stack"):
@@ -156,19 +158,20 @@ def report(error: Exception, foreseen: bool) -> int:
 
 
 def _is_first(kind: str) -> bool:
-    """Whether no rank of this node has asked the same before, since torchrun has started them."""
+    """Whether this is the first call with ``kind`` on this node since torchrun has started the ranks."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         try:
             (Path(file).parents[1] / kind).touch(exist_ok=False)
         except FileExistsError:
             return False
         except OSError:
-            pass  # a full disk, or the folder is gone: better said twice than not at all
+            pass  # the disk is full, or the folder is gone: printing twice is better than not printing
     return True
 
 
 def end_process(code: int) -> NoReturn:
-    """Leave with ``code``; after a failure without the destructors of process groups, which may wait for peers."""
+    """End this process with ``code``. After a failure the destructors of process groups do not run: they may wait for
+    peers."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code != 0:

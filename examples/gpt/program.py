@@ -1,7 +1,8 @@
 """The training program from command line to exit code; ``scripts/train.py`` calls ``main``.
 
-A run whose folder holds one of the same settings goes on with that, so torchrun may start its processes again with the
-old command line (``--max-restarts``). The checkpoint that a run resumes from is the newest one until the run has saved.
+If the run's folder has a run of the same settings, the program continues it. So torchrun may start the processes again
+with the old command line (``--max-restarts``). Until a resumed run has saved, the checkpoint from which it resumed is
+the newest one.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ LOG = "log.txt"  # beside the metrics
 LOCK, RUNS = "run.lock", Path(__file__).resolve().parents[2] / "runs"
 CHECKPOINTS, TRACES, PAGE, CHROME = "checkpoints", "traces", "timeline.html", "timeline.json"
 WRITTEN = (ARGUMENTS, CHECKPOINTS, CHROME, FILE_NAME, LOCK, LOG, METRICS, PAGE, PLOT, REPORT, TENSORBOARD, TRACES)
-"""What a run writes in its folder."""
+"""The names that a run writes in its folder."""
 VALIDATION_SEED = 0  # every run validates on the same samples, whatever its own seed
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; its exit code, as listed in the README beside this file."""
+    """Run the program. Returns the exit code; the README beside this file lists them."""
     try:
         trainer = train(argv)
     except (TrainingError, PipelineError, ConfigError, PlanError) as error:
@@ -72,25 +73,26 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str]) -> Trainer:
-    """Train as the command line says. From when the ranks have met, signals end it after a step.
+    """Train as the command line says. After the ranks have met, a signal ends training after the current step.
 
-    Bad input is raised before any communication, where one rank can see it."""
+    Bad input raises before any communication, if one rank can detect it."""
     settings, process = parse(argv), Process.from_environment()
     config = settings.make_config(process.world_size)
     samples, layout = _read_samples(settings, config), _layout(settings, config)
-    if process.local_world_size == process.world_size:  # else the folder may be on another node
+    if process.local_world_size == process.world_size:  # otherwise the folder may be on another node
         find_start(settings, layout)
     device = choose_device(settings.device, process)
     parts, fused_adam, libraries = choose_libraries(settings, device, find_family(config.schedule_name).splits_weight)
     shown = logging.StreamHandler()
     shown.setLevel(logging.WARNING if process.rank == 0 else logging.ERROR)
     logging.basicConfig(handlers=[shown], format="%(message)s")
-    # At least torch's default, and longer than any operation may take: the fault guard's errors come first.
+    # At least torch's default, and longer than any operation may take, so that the fault guard raises first.
     timeout = timedelta(seconds=max(1800.0, 2 * StepSettings.from_config(config).timeouts(None).compute))
     with joined(process, device, timeout):
         check_same_settings(settings.everything())
         with agreed_start(settings, layout) as start:
-            stop = StopRequest()  # the launcher's SIGTERM too: a rank still says what it knows of another's failure
+            # Also catches the launcher's SIGTERM, so that a rank can still report another rank's failure.
+            stop = StopRequest()
             steps_done = start.checkpoint.step if start.checkpoint else 0
             recorded = settings.trace or steps_to_record(steps_done, settings.train_steps)
             if recorded is not None and (settings.trace or config.trace_dir is None):
@@ -103,7 +105,7 @@ def train(argv: Sequence[str]) -> Trainer:
                 _keep_log(start.folder)
             recorder = Recorder(start.folder if process.rank == 0 else None, steps_done, settings)
             text = " + ".join(f"{len(order.tokens):,}" for order in samples)
-            text += " bytes of text to learn from and to validate on"
+            text += " bytes of text for training and validation"
             for line in (_introduction(config, device), text, *libraries, split):
                 recorder.say(line)
             writer = CheckpointWriter(start.folder / CHECKPOINTS, settings.keep_checkpoints, layout)
@@ -113,7 +115,7 @@ def train(argv: Sequence[str]) -> Trainer:
                 if (first := start.checkpoint) is not None:
                     trainer.load(first)
                     newest = writer.folder / first.name
-                    if os.path.realpath(first.path) == os.path.realpath(newest):  # no copy with a name of the user's
+                    if os.path.realpath(first.path) == os.path.realpath(newest):  # not a copy under a user's name
                         on_first_rank(lambda: make_newest(newest))
                 trainer.train()
             finally:
@@ -123,7 +125,7 @@ def train(argv: Sequence[str]) -> Trainer:
 
 
 def _keep_log(folder: Path) -> None:
-    """What the engine logs, with the certificate of each plan that runs, is kept beside the metrics."""
+    """Write the engine's log to a file beside the metrics. It has the certificate of each plan that runs."""
     kept, engine = logging.FileHandler(folder / LOG), logging.getLogger("megatron_pp")
     kept.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     engine.addHandler(kept)
@@ -131,7 +133,7 @@ def _keep_log(folder: Path) -> None:
 
 
 def _read_samples(settings: Settings, config: TransformerConfig) -> tuple[SampleOrder, SampleOrder]:
-    """To learn from, and to validate on."""
+    """The samples for training, and those for validation."""
     sizes = (settings.micro_batch_size, settings.num_microbatches, config.data_parallel_size or 1, settings.seq_length)
     text = read_text(settings.data, settings.max_data_bytes)
     training, validation = split_text(text, settings.validation_fraction)
@@ -142,15 +144,15 @@ def _read_samples(settings: Settings, config: TransformerConfig) -> tuple[Sample
 
 
 def _layout(settings: Settings, config: TransformerConfig) -> dict[str, Any]:
-    """What a checkpoint must have in common with the run that loads it: the model, and what a step is made of.
+    """The values that a checkpoint and the run that loads it must share: the sizes of the model and of a step.
 
-    Not how the model is cut: ranks, chunks, replicas and the schedule are those of the run that loads."""
+    How the model is cut may differ: the loading run has its own ranks, chunks, replicas and schedule."""
     of_config = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
     of_run = ("seq_length", "micro_batch_size", "untie_embeddings_and_output_weights", "seed", "transformer_impl")
     layout = {name: getattr(config, name) for name in of_config}
     layout |= {name: getattr(settings, name) for name in of_run}
     microbatches = settings.num_microbatches * (config.data_parallel_size or 1)
-    if find_family(config.schedule_name).barriers:  # its rows are tensors of their own
+    if find_family(config.schedule_name).barriers:  # the rows of each rank are a tensor of their own
         layout["ranks that share the output layer"] = config.pipeline_model_parallel_size
     return {**layout, "num_microbatches times data_parallel_size": microbatches, "vocab_size": VOCAB_SIZE}
 
@@ -158,7 +160,8 @@ def _layout(settings: Settings, config: TransformerConfig) -> dict[str, Any]:
 def _build_model(
     settings: Settings, config: TransformerConfig, device: torch.device, parts: LayerParts, timeout: timedelta
 ) -> tuple[list[GPTStage], str]:
-    """This rank's chunks, as the schedule places them and splits their backward, and a line about that. Collective."""
+    """This rank's chunks, placed and split as the schedule needs, and a line that describes the backward.
+    Collective."""
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
@@ -196,13 +199,13 @@ def _introduction(config: TransformerConfig, device: torch.device) -> str:
 
 
 def _conclude(trainer: Trainer, folder: Path) -> None:
-    """What rank 0 leaves and says at the end. Collective."""
+    """Write the report and print the last lines, on rank 0. Collective."""
     settings, said = trainer.settings, [f"metrics are in {folder}"]
     flush_traces()
-    dist.barrier()  # all have written theirs
+    dist.barrier()  # all ranks have written their traces
     if dist.get_rank() > 0:
         return
-    # Asked before the pages: when other ranks have ended, the launcher sends this one a signal too.
+    # Read before the pages are written: after other ranks have ended, the launcher also sends this rank a signal.
     if trainer.stopped_by is not None:
         cause = trainer.stopped_by.name + ("" if trainer.stop.first else " to another rank")
         said = [f"stopped by {cause} after step {trainer.steps_done} of {settings.train_steps}"]
@@ -229,29 +232,29 @@ def _timeline(folder: Path) -> str:
     try:
         steps = listed(write_timeline(traces, page, chrome))
     except PlanError as error:
-        return f"the traces could not be put together: {error}"
+        return f"the traces could not be merged: {error}"
     where = f"open {page} in a browser, or {chrome} at https://ui.perfetto.dev"
     return f"timeline of steps {steps}: {where}; in numbers: megatron-pp report {traces}"
 
 
 class Start(NamedTuple):
-    """Where a run begins: in ``folder``, which need not exist, from ``checkpoint``."""
+    """Where a run begins. ``folder`` need not exist. ``checkpoint``: None for a new run."""
 
     folder: Path
     checkpoint: Checkpoint | None = None
 
 
 def find_start(settings: Settings, layout: dict[str, Any], again: bool = False) -> Start:
-    """Where the run of these settings begins; ``again``: after a restart by torchrun. Raises ArgumentError: the folder
-    holds another run; CheckpointError: there is no checkpoint to continue from, or it is of another layout."""
+    """Where the run of these settings begins. ``again``: whether torchrun has restarted it. Raises ArgumentError if the
+    folder has another run, and CheckpointError if the checkpoint is missing or of another layout."""
     folder, checkpoint = _folder_of(settings), None
     if settings.resume is not None:
         checkpoint = find_checkpoint(Path(settings.resume))
-        if again and checkpoint.path.name == checkpoint.name:  # a copy under another name is never the newest
+        if again and checkpoint.path.name == checkpoint.name:  # a copy under another name is never the newest one
             checkpoint = find_checkpoint(folder)
     elif (folder / ARGUMENTS).exists():
         if saved_values(folder) != settings.to_save():
-            advice = f"give another, or --resume {folder} with what shall change"
+            advice = f"give another folder, or --resume {folder} with the changed settings"
             raise ArgumentError(f"--run-dir {folder} holds a run of other settings; {advice}")
         if (folder / CHECKPOINTS / LATEST).exists():
             checkpoint = find_checkpoint(folder)
@@ -262,13 +265,13 @@ def find_start(settings: Settings, layout: dict[str, Any], again: bool = False) 
 
 @contextmanager
 def agreed_start(settings: Settings, layout: dict[str, Any]) -> Iterator[Start]:
-    """Rank 0's ``find_start`` (what others see of a shared folder may be older), which locks the folder meanwhile.
-    Collective. Errors are raised on every rank."""
+    """A context with the result of ``find_start`` on rank 0: other ranks may see an older state of a shared folder. The
+    folder is locked in the context. Collective. Errors are raised on every rank."""
     with ExitStack() as held:
 
         def begin() -> Start:
             file, launcher = held.enter_context(lock_folder(_folder_of(settings))), _launcher()
-            # The restart count does not do: an agent does not count restarts that another one caused.
+            # torchrun's restart count is not enough: an agent does not count restarts that another agent caused.
             start = find_start(settings, layout, again="TORCHELASTIC_RUN_ID" in os.environ and file.read() == launcher)
             file.seek(0)
             file.truncate()
@@ -277,13 +280,14 @@ def agreed_start(settings: Settings, layout: dict[str, Any]) -> Iterator[Start]:
             return start
 
         start: Start = on_first_rank(begin)
-        on_all_ranks(lambda: (start.folder / LOCK).stat())  # every node writes to it
+        on_all_ranks(lambda: (start.folder / LOCK).stat())  # every node must see the folder
         yield start
 
 
 def lock_folder(folder: Path) -> IO[bytes]:
-    """Make a run's folder, and lock it until the file is closed or the process ends, however it ends. Does not wait.
-    Raises RunInUseError, ArgumentError (the file is unusable, or what the run writes would go elsewhere)."""
+    """Make a run's folder, and lock it until the file is closed or the process ends, for whatever reason. Does not
+    wait. Raises RunInUseError if another run has it, and ArgumentError if the file cannot be used or the run would
+    write elsewhere."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         check_own(folder, WRITTEN)
@@ -294,10 +298,10 @@ def lock_folder(folder: Path) -> IO[bytes]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        advice = "wait until it has ended, or end it, or give another --run-dir"
+        advice = "wait until that run has ended, or end it, or give another --run-dir"
         raise RunInUseError(f"the run's folder {folder} is in use by another run; {advice}") from None
     except OSError as error:  # a file system without locks
-        warnings.warn(f"{folder} cannot be locked ({error}): start no second run in it", stacklevel=2)
+        warnings.warn(f"{folder} cannot be locked ({error}): do not start a second run in it", stacklevel=2)
     return file
 
 
@@ -311,6 +315,7 @@ def _folder_of(settings: Settings) -> Path:
 
 
 def _launcher() -> bytes:
-    """Torchrun's process, which outlives those that it starts; without torchrun this one."""
+    """The id and start time of torchrun's process, which outlives its ranks. Without torchrun, those of this
+    process."""
     process = process_of(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
     return f"{process.pid}-{process.started}".encode()

@@ -1,7 +1,7 @@
-"""A tensor of a checkpoint, read in no more memory than its shape says, whatever its bytes are.
+"""Reads a tensor of a checkpoint. Whatever its bytes are, this needs no more memory than the tensor's shape.
 
-torch's files are ZIP archives. An entry that is deflated expands to a thousand times its size, and a pickle may make
-objects of any size; so both are looked at before torch reads them.
+torch's files are ZIP archives. A deflated entry may expand to a thousand times its size, and a pickle may make objects
+of any size. So both are checked before torch reads them.
 """
 
 import io
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 _LARGEST_ITEM = 16  # bytes of one element
-_AROUND = 1 << 20  # bytes of an archive besides its tensor
+_AROUND = 1 << 20  # bytes of an archive without its tensor
 _LARGEST_PICKLE = 1 << 16  # bytes
 _MADE_OF = {"torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter", "collections OrderedDict"}
 
@@ -23,16 +23,17 @@ def largest_length(shape: list[int]) -> int:
 
 
 def tensor_in(content: bytes) -> torch.Tensor:
-    """The tensor that ``torch.save`` has written. Raises ValueError for anything else, and what torch raises."""
+    """The tensor that ``torch.save`` has written as ``content``. Raises ValueError for other content, or torch's
+    error."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-                raise ValueError(f"{entry.filename:.80} is compressed, as nothing that torch has saved")
+                raise ValueError(f"{entry.filename:.80} is compressed, which torch never does")
             if entry.filename.endswith(".pkl"):
                 _check_pickle(entry, archive)
     saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     if not isinstance(saved, torch.Tensor):
-        raise ValueError(f"a {type(saved).__name__} is in the place of a tensor")
+        raise ValueError(f"it holds a {type(saved).__name__}, not a tensor")
     return saved
 
 
@@ -41,11 +42,11 @@ def _check_pickle(entry: zipfile.ZipInfo, archive: zipfile.ZipFile) -> None:
         raise ValueError(f"{entry.filename:.80} has {entry.file_size} bytes, more than a tensor's description")
     for name in _names_in(archive.read(entry)):
         if name not in _MADE_OF and not (name.startswith("torch ") and name.endswith("Storage")):
-            raise ValueError(f"{entry.filename:.80} makes use of {name!r:.60}, as no tensor does")
+            raise ValueError(f"{entry.filename:.80} uses {name!r:.60}, which no tensor does")
 
 
 def _names_in(pickled: bytes) -> Iterator[str]:
-    """The functions and classes that it names; of one whose name is put together, that."""
+    """The functions and classes that a pickle names. For a computed name: the opcode."""
     for operation, argument, _ in pickletools.genops(pickled):
         if operation.name in ("GLOBAL", "INST"):
             yield str(argument)

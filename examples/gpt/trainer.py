@@ -1,4 +1,4 @@
-"""The training loop of one rank: where the program calls the engine."""
+"""The training loop of one rank. Here the program calls the engine."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ COMPUTE_TIMERS = ("forward-compute", "backward-compute", "weight-compute")
 def forward_step(
     data_iterator: Iterator[Microbatch], model: GPTStage, checkpoint: bool | None = None
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """One microbatch through one stage, as the schedules call it."""
+    """Run one microbatch through one stage. The schedules call this."""
     number, tokens, labels = next(data_iterator)
     output = model(tokens, labels, number, recompute=bool(checkpoint))
     return output, mean_loss
 
 
 def mean_loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Megatron's pair: the mean over the microbatch, and what to report. Of a slice, its mean, and its share of the
-    microbatch's, so that reports add up to whole microbatches."""
+    """The mean loss of the microbatch, and the dict to report, as in Megatron. For a slice they are its own mean, and
+    its share of the microbatch's loss, so that reports add up to whole microbatches."""
     loss, part = losses.mean(), sequence_slice()
     return loss, {"loss": loss.detach() if part is None else loss.detach() * part.share * part.count}
 
 
 class ComputeTimers:
-    """``config.timers``, Megatron's: adds up the time inside forward, backward and weight-gradient passes, on the host
-    or on a GPU's stream."""
+    """Megatron's ``config.timers``. Adds up the time of forwards, backwards and weight gradients, on the host or on a
+    GPU's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
-        self._marks: dict[str, list[Any]] = defaultdict(list)  # when spans have started and stopped, by timer
+        self._marks: dict[str, list[Any]] = defaultdict(list)  # timer -> its starts and stops in turn
 
     def __call__(self, name: str, log_level: int | None = None) -> Any:
         mark = partial(self._mark, name)
@@ -67,7 +67,7 @@ class ComputeTimers:
             self._marks[name][-1].record()
 
     def take_seconds(self) -> float:
-        """Seconds of compute since the last call."""
+        """The seconds of compute since the last call."""
         if self.on_gpu:
             torch.cuda.synchronize()
         marks = [self._marks[name] for name in COMPUTE_TIMERS]
@@ -80,8 +80,8 @@ class ComputeTimers:
 class Trainer:
     """Trains this rank's chunks together with all other ranks. Construction is collective.
 
-    All that the ranks do together is watched: where one of them fails, in a step or outside, every method raises a
-    PipelineError on the others. The attributes from ``steps_done`` on are the same on every rank."""
+    All collective work is watched: if a rank fails, in a step or outside, every method raises a PipelineError on the
+    other ranks. The attributes from ``steps_done`` on are the same on every rank."""
 
     settings: Settings
     chunks: list[GPTStage]
@@ -94,7 +94,7 @@ class Trainer:
     device: torch.device
 
     steps_done: int = field(default=0, init=False)
-    validated_at: int = field(default=-1, init=False)  # steps done then
+    validated_at: int = field(default=-1, init=False)  # steps done at the last validation
     saved_at: int = field(default=-1, init=False)
     stopped_by: signal.Signals | None = field(default=None, init=False)
 
@@ -112,7 +112,7 @@ class Trainer:
         self.recorder.say(f"{self.clipper.num_parameters:,} parameters")
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Continue from ``checkpoint``. Collective. Raises CheckpointError: it cannot be used."""
+        """Continue from ``checkpoint``. Collective. Raises CheckpointError if it cannot be used."""
         if type(validated_at := checkpoint.progress.get("validated_at")) is not int:
             raise CheckpointError(f"{checkpoint.path}: validated_at is {validated_at!r:.60}; it must be an int")
         with self._watched("loading a checkpoint"):
@@ -122,18 +122,18 @@ class Trainer:
         self.recorder.say(f"continuing from {checkpoint.path}")
         if self.steps_done >= self.settings.train_steps:
             asked = f"after step {self.steps_done} of {self.settings.train_steps} (--train-steps)"
-            self.recorder.say(f"nothing is left to train {asked}; give a larger --train-steps to go on")
+            self.recorder.say(f"nothing is left to train {asked}; give a larger --train-steps to continue")
 
     def train(self) -> None:
-        """Run all steps that are left, or until a signal. Collective. Raises NonFiniteLossError, which leaves the
-        weights as they were, or CheckpointWriteError on every rank."""
+        """Run all remaining steps, or until a signal. Collective. Raises NonFiniteLossError or CheckpointWriteError on
+        every rank. A non-finite loss does not change the weights."""
         self._validate_and_save()
         while self.steps_done < self.settings.train_steps and self.stopped_by is None:
             self._step()
             self._validate_and_save()
 
     def _validate_and_save(self) -> None:
-        """Where that is due after the steps done; also what an interrupted run has left undone."""
+        """Validate and save if they are due after this step, or if an interrupted run has not done them."""
         settings, done, last = self.settings, self.steps_done, self.steps_done >= self.settings.train_steps
         due = done == 0 or last or (settings.eval_interval and done % settings.eval_interval == 0)
         if due and self.validated_at < done and self.stopped_by is None:
@@ -143,7 +143,7 @@ class Trainer:
             self._save()
 
     def _step(self) -> None:
-        """One optimizer step, after which all ranks have agreed on whether to stop."""
+        """Run one optimizer step. After it all ranks have agreed on whether to stop."""
         start, settings = time.perf_counter(), self.settings
         with self._watched("the training step"):
             self.config.step_number = self.steps_done + 1
@@ -153,8 +153,8 @@ class Trainer:
             loss, bubble, memory, stopped_by = self._agree(losses, bubble)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NonFiniteLossError(
-                f"step {self.steps_done + 1} gave loss {loss} and gradient norm {norm}; the weights are as "
-                f"before it: continue from a checkpoint with a lower --learning-rate than {settings.learning_rate}"
+                f"step {self.steps_done + 1} gave loss {loss} and gradient norm {norm}; the weights are not "
+                f"changed: continue from a checkpoint with a lower --learning-rate than {settings.learning_rate}"
             )
         with self._watched("the optimizer step"):
             rate = learning_rate(self.steps_done, settings)
@@ -168,8 +168,9 @@ class Trainer:
         self.stopped_by = stopped_by
 
     def _run_schedule(self, samples: SampleOrder, step: int, forward_only: bool) -> tuple[list[float], float]:
-        """Global batch ``step`` (0-based) of ``samples``; gradients stay in the parameters unless ``forward_only``.
-        Returns the mean loss of each microbatch, on the last stage, and the share of the time that this rank idled."""
+        """Run the global batch ``step`` (0-based) of ``samples``. Gradients stay in the parameters unless
+        ``forward_only``. Returns the mean loss of each microbatch, on the last stage, and the share of the time in
+        which this rank idled."""
         iterators: list[Any] = []
         for chunk in self.chunks:
             chunk.train(not forward_only)
@@ -190,16 +191,17 @@ class Trainer:
         return losses, max(0.0, 1.0 - compute / (time.perf_counter() - start))
 
     def _mfu(self, tokens_per_second: float) -> dict[str, float]:
-        """Model FLOPs utilization (Chowdhery et al., 2204.02311, appendix B), where the device's peak is known."""
+        """Model FLOPs utilization (Chowdhery et al., 2204.02311, appendix B), if the device's peak is known."""
         peak = (self.settings.peak_tflops or peak_tflops(self.device)) * 1e12 * dist.get_world_size()
         config, parameters = self.config, self.clipper.num_parameters
-        if self.settings.untie_embeddings_and_output_weights:  # looking up an embedding is no matrix product
+        if self.settings.untie_embeddings_and_output_weights:  # an embedding's look-up is not a matrix product
             parameters -= VOCAB_SIZE * config.hidden_size
         flops = 6 * parameters + 12 * config.num_layers * config.hidden_size * self.settings.seq_length
         return {"mfu": tokens_per_second * flops / peak} if peak else {}
 
     def _validate(self) -> None:
-        """Mean loss over the first global batches of the validation text; a signal ends it without. Collective."""
+        """Record the mean loss over the first global batches of the validation text. A signal ends it without a record.
+        Collective."""
         total, batches = 0.0, self.settings.eval_steps
         with self._watched("the validation"):
             for batch in range(batches):
@@ -217,7 +219,8 @@ class Trainer:
         self.recorder.say(f"saved {path}")
 
     def _agree(self, losses: list[float], bubble: float) -> tuple[float, float, float, signal.Signals | None]:
-        """Of a global batch, in one message: mean loss, mean idle share, largest peak memory, signal to stop on."""
+        """Exchange values of a global batch in one message. Returns the mean loss, the mean idle share, the largest
+        peak memory, and the signal to stop on."""
         known = [sum(losses), len(losses), bubble, peak_memory_gib(self.device), self.stop.first or 0]
         own = torch.tensor(known, dtype=torch.float64, device=self.device)
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -228,5 +231,5 @@ class Trainer:
         return sum(sums) / sum(counts), sum(bubbles) / len(bubbles), max(memories), stopped_by
 
     def _watched(self, what: str) -> AbstractContextManager[Any]:
-        """Around ``what`` ranks do together: a failure of one of them ends the others' waits."""
+        """A context for collective work, which ``what`` names: if a rank fails in it, the waits of the others end."""
         return watched(communicator_for(self.pipeline_group, self.config), self.config, what)

@@ -1,12 +1,12 @@
-"""Updates of reinforcement learning under Megatron-core: responses of unequal lengths are packed, and each update is
-planned while the one before it runs.
+"""Updates of reinforcement learning under Megatron-core. Responses of unequal lengths are packed, and each update is
+planned while the previous one runs.
 
-For a policy of Llama 3.1 70B's size on 256 GPUs: TP 8, PP 4, and 8 pipelines of up to 16,384 tokens a microbatch. A
-longer response is shared by 2, 4 or 8 of the pipelines, which are context-parallel ranks for it. Sizes: arXiv
-2407.21783, table 3.
+The policy has the size of Llama 3.1 70B, on 256 GPUs: TP 8, PP 4, and 8 pipelines of up to 16,384 tokens a microbatch.
+2, 4 or 8 of the pipelines share a longer response, and are context-parallel ranks for it. Sizes: arXiv 2407.21783,
+table 3.
 
-Call ``Updates(lengths)`` once, with the lengths of the responses of each update, the same on all ranks; then
-``updates.run(chunks, sequences)`` for each. Start Megatron with FLAGS, with `calculate_per_token_loss` among them.
+Call ``Updates(lengths)`` once, with the lengths of the responses of each update, the same on all ranks. Then call
+``updates.run(chunks, sequences)`` for each update. Start Megatron with FLAGS, which have `calculate_per_token_loss`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ RULES = PackingRules(ranks=8, rank_tokens=16384, pair=pair_cost(8192, 28672))
 
 
 class Rollout(NamedTuple):
-    """A prompt and its response. ``tokens``: int64 (length + 1,); ``weights``: (length,), the advantage of each token
-    of the response, 0 for those of the prompt."""
+    """A prompt and its response. ``tokens``: int64 (length + 1,). ``weights``: (length,), the advantage of each token
+    of the response, and 0 for tokens of the prompt."""
 
     tokens: torch.Tensor
     weights: torch.Tensor
 
 
 class Updates:
-    """``lengths``: by update, of all its sequences; they may come from a generator that waits for the rollouts."""
+    """Packs, plans and runs updates. ``lengths``: for each update, those of all its sequences. They may come from a
+    generator that waits for the rollouts."""
 
     def __init__(self, lengths: Iterable[Sequence[int]], rules: PackingRules = RULES, **settings: Any) -> None:
         from megatron_pp.integrations import megatron_core
@@ -50,7 +51,7 @@ class Updates:
         megatron_core.install(microbatch_costs=self.steps, **settings)
 
     def run(self, chunks: list[Any], sequences: Sequence[Rollout]) -> list[Any]:
-        """The forwards and backwards of one update. Returns what ``forward_step`` reports, on the last stage."""
+        """Run the forwards and backwards of one update. Returns the reports of ``forward_step`` on the last stage."""
         from megatron.core import parallel_state
 
         step = self.steps.next()
@@ -58,7 +59,7 @@ class Updates:
 
 
 def run_packs(chunks: list[Any], packs: Sequence[Pack], sequences: Sequence[Rollout], rules: PackingRules) -> Any:
-    """One step of these microbatches, under whatever schedule is installed."""
+    """Run one step of these microbatches, under the installed schedule."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     return get_forward_backward_func()(
@@ -73,7 +74,7 @@ def run_packs(chunks: list[Any], packs: Sequence[Pack], sequences: Sequence[Roll
 
 
 def batches(packs: Sequence[Pack], sequences: Sequence[Rollout]) -> Iterator[dict[str, Any]]:
-    """Of each microbatch this rank's share of every sequence, one behind the other."""
+    """The batch of each microbatch: this rank's shares of its sequences, one after the other."""
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -102,7 +103,8 @@ def batches(packs: Sequence[Pack], sequences: Sequence[Rollout]) -> Iterator[dic
 
 
 def positions_of(length: int, rank: int, size: int) -> torch.Tensor:
-    """The positions that a context-parallel rank holds: pieces rank and 2 size - 1 - rank, as in Megatron."""
+    """The positions that a context-parallel rank holds: the pieces ``rank`` and 2 ``size`` - 1 - ``rank``, as in
+    Megatron."""
     if size == 1:
         return torch.arange(length)
     pieces = torch.arange(length).chunk(2 * size)
@@ -110,8 +112,8 @@ def positions_of(length: int, rank: int, size: int) -> torch.Tensor:
 
 
 def forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Any]:
-    """The policy gradient of the first update after a rollout: ratios are 1. GPTModel returns minus the logarithm of
-    each label's probability."""
+    """The policy gradient of the first update after a rollout, whose ratios are 1. GPTModel returns minus the logarithm
+    of each label's probability."""
     batch = next(data_iterator)
     output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"], packed_seq_params=batch["packed"])
 

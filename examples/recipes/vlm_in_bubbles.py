@@ -1,9 +1,9 @@
 """A vision-language model whose encoder runs in the bubbles of the language model's pipeline.
 
 A model of the size of Qwen2.5-VL 72B on 128 GPUs: TP 8, PP 4, DP 4. A sample has 12 images of 448 x 448 pixels, 256
-tokens each, and 1,024 tokens of text. Every pipeline rank holds the whole encoder and encodes a quarter of each
-sample's images, when its part of the language model has nothing to do. Sizes: arXiv 2502.13923, table 1. The encoder
-here is Megatron's vision transformer, without that model's windows of attention.
+tokens each, and 1,024 tokens of text. Every pipeline rank holds the whole encoder, and encodes a quarter of each
+sample's images while its part of the language model is idle. Sizes: arXiv 2502.13923, table 1. The encoder
+here is Megatron's vision transformer. It lacks that model's attention windows.
 
 Each rank makes a ``VisionLanguageModel`` in Megatron's process groups, then calls ``step`` for each training step.
 """
@@ -36,9 +36,9 @@ IMAGES, PIXELS, PATCH = 12, 448, 14
 
 
 def modules(stages: Sequence[Sequence[int]], times: Sequence[tuple[float, float]] = ((1, 2), (4, 8))) -> list[Module]:
-    """The two modules on one pipeline. ``stages``: tensor-parallel ranks of each stage, of the whole job; ``times``: of
-    a stage's forward and backward of one microbatch, of the encoder (with its share of the tiles) and of the language
-    model: the order of compute is searched for them."""
+    """The two modules on one pipeline. ``stages``: the tensor-parallel ranks of each stage, as ranks of the job.
+    ``times``: forward and backward of one microbatch on a stage, for the encoder (with its share of the images) and for
+    the language model. The order of compute is searched for these times."""
     vision, language = times
     ranks = [tuple(stage) for stage in stages]
     return [
@@ -48,8 +48,8 @@ def modules(stages: Sequence[Sequence[int]], times: Sequence[tuple[float, float]
 
 
 class Encoder(torch.nn.Module):
-    """Megatron's vision transformer without a class token. Behind it a pixel shuffle makes one token of four patches,
-    and two linear layers lead to the language model's width."""
+    """Megatron's vision transformer without a class token. After it a pixel shuffle makes one token of four patches,
+    and two linear layers give the language model's width."""
 
     def __init__(self, vit: torch.nn.Module, config: Any, width: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Encoder(torch.nn.Module):
         )
 
     def set_input_tensor(self, given: Any) -> None:
-        """It reads data."""
+        """Does nothing: the encoder reads data, not an earlier stage's output."""
 
     def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         """``images``: [n, 3, pixels, pixels]. Returns [tokens of an image, n, width]."""
@@ -73,12 +73,12 @@ class Encoder(torch.nn.Module):
 
 
 class Language(torch.nn.Module):
-    """A stage of Megatron's GPTModel, made with ``scatter_embedding_sequence_parallel=False``. Images come before the
+    """A stage of Megatron's GPTModel, made with ``scatter_embedding_sequence_parallel=False``. Images precede the
     text."""
 
     def __init__(self, gpt: Any, config: Any) -> None:
         super().__init__()
-        self.gpt: Any = gpt  # torch's types do not have the methods of Megatron's model
+        self.gpt: Any = gpt  # torch's types lack the methods of Megatron's model
         self.config = config
         self.images: torch.Tensor | None = None
 
@@ -89,7 +89,7 @@ class Language(torch.nn.Module):
             self.gpt.set_input_tensor(tensors["language"])
 
     def forward(self, batch: Batch) -> Any:
-        """The loss of each token on the last stage."""
+        """The loss of each token on the last stage, an activation elsewhere."""
         from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
         decoder_input = None
@@ -106,8 +106,8 @@ class Language(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch of one sample. ``images``: this rank's share; ``tokens``: of the text, [1, length]; ``labels`` and
-    ``mask``: of images and text."""
+    """One microbatch of one sample. ``images``: this rank's share. ``tokens``: those of the text, [1, length].
+    ``labels`` and ``mask``: for images and text."""
 
     images: torch.Tensor
     tokens: torch.Tensor
@@ -116,8 +116,8 @@ class Batch:
 
 
 class VisionLanguageModel:
-    """Of one rank. ``pipelines``: the stages of each pipeline of the job, as in ``modules``; every rank makes the
-    process groups of all of them."""
+    """The model on one rank. ``pipelines``: the stages of each pipeline of the job, as in ``modules``. Every rank makes
+    the process groups of all pipelines."""
 
     def __init__(self, pipelines: Sequence[Sequence[Sequence[int]]], encoder: Encoder, language: Language) -> None:
         import torch.distributed as dist
@@ -132,8 +132,8 @@ class VisionLanguageModel:
         self.chunks = [encoder, language]
 
     def step(self, batches: Sequence[Batch]) -> list[Any]:
-        """Forwards and backwards of one step. The encoder's gradients, of the images that this rank has encoded, are
-        summed over the pipeline. Returns the losses on the last stage."""
+        """Run the forwards and backwards of one step. The encoder's gradients are those of the images that this rank
+        has encoded; they are summed over the pipeline. Returns the losses on the last stage."""
         import torch.distributed as dist
         from megatron.core import parallel_state
 

@@ -207,7 +207,7 @@ def test_a_run_that_is_at_its_end_says_that_nothing_is_left(trained: Path, tmp_p
     folder = tmp_path / "run"
     shutil.copytree(trained, folder, symlinks=True)
     output = train(2, ROOT, ["--resume", str(folder)])
-    assert "nothing is left to train after step 8 of 8 (--train-steps); give a larger --train-steps to go on" in output
+    assert "nothing is left to train after step 8 of 8 (--train-steps); give a larger --train-steps to continue" in output
     assert numbers(folder) == numbers(trained)
 
 
@@ -359,7 +359,7 @@ def test_bad_input_is_reported_once_and_ends_the_run(tmp_path: Path) -> None:
     assert [code for code, _ in ended] == [2, 2]
     output = "".join(said for _, said in ended)
     assert output.count("\n") == 1, output
-    assert output.startswith("train.py: DataError: data path nothing is no file or readable folder")
+    assert output.startswith("train.py: DataError: data path nothing is not a file or a readable folder")
 
 
 def bad_input(rank: int, size: int, folder: Path) -> tuple[int, str]:

@@ -137,7 +137,7 @@ BAD_INPUT = r"""
 --pipeline-model-parallel-layout 1,2 | LayoutError | 3 of num_layers 4
 --num-attention-heads 3 | ConfigError | 128.*3.*nearest
 --hidden-size 36 | ArgumentError | 36 over --num-attention-heads 4 gives heads of an odd width
---data /no/such/path | DataError | /no/such/path is no file or readable folder
+--data /no/such/path | DataError | /no/such/path is not a file or a readable folder
 --max-data-bytes 2000 | DataError | training text of 1900 bytes is too short
 --max-data-bytes 20000 | DataError | validation text of 1000 bytes is too short
 --resume /no/such/run | NoCheckpointError | no run at /no/such/run
@@ -148,7 +148,7 @@ BAD_INPUT = r"""
 --pipeline-schedule {5.csv} | FileFormatError | is a schedule of 5 microbatches on 2 ranks; this step has 8 on 2
 --pipeline-schedule auto --pipeline-measured none.json | ScheduleError | none.json: cannot be read
 --device cuda | ArgumentError | of 2 ranks here each needs a GPU, and there are 0
---run-dir {run} --seed 7 | ArgumentError | holds a run of other settings; give another, or --resume {run}
+--run-dir {run} --seed 7 | ArgumentError | holds a run of other settings; give another folder, or --resume {run}
 --resume {run} --num-layers 8 | CheckpointLayoutError | num_layers is 4 there and 8 here
 --resume {run} --hidden-size 64 | CheckpointLayoutError | hidden_size is 128 there and 64 here
 --resume {run} --micro-batch-size 2 | CheckpointLayoutError | micro_batch_size is 4 there and 2 here
@@ -158,7 +158,7 @@ BAD_INPUT = r"""
 LIBRARIES = {"--transformer-impl": "transformer_engine", "--optimizer-impl": "apex", "--norm-impl": "apex"}
 REFUSED = [*rows(BAD_INPUT), [f"--resume {'x' * 5000}", "NoCheckpointError", "no run at"]]
 for flag, library in LIBRARIES.items():
-    sentence = f"{flag} is {library}.* (cannot be imported|computes on GPUs alone)"
+    sentence = f"{flag} is {library}.* (cannot be imported|computes only on GPUs)"
     REFUSED.append([f"{flag} {library}", "ArgumentError", sentence])
 BAD_TOML = {
     "trainsteps = 7": "Unrecognized options: --trainsteps",

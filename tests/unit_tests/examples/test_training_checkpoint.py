@@ -171,7 +171,7 @@ def test_a_description_that_names_another_place_is_refused(tmp_path: Path, file:
     assert f"{file!r}" in refusal(path)
     if isinstance(file, str):
         forge(path, tensor={"relative_path": file}, files={file: 0})
-        assert f"{file!r} is no name of a file of tensors" in refusal(path)
+        assert f"{file!r} is not a name of a tensor file" in refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ BYTEARRAY = b"\x80\x02c__builtin__\nbytearray\nJ\x00\x00\x00\x40\x85R."  # a GiB
     [
         (lambda saved: rezipped(saved, zipfile.ZIP_DEFLATED), "is compressed"),
         (lambda saved: rezipped(saved, zipfile.ZIP_BZIP2), "is compressed"),
-        (lambda saved: rezipped(saved, zipfile.ZIP_STORED, BYTEARRAY), "makes use of '__builtin__ bytearray'"),
+        (lambda saved: rezipped(saved, zipfile.ZIP_STORED, BYTEARRAY), "uses '__builtin__ bytearray'"),
         (lambda saved: rezipped(saved, zipfile.ZIP_STORED, bytes(1 << 17)), "more than a tensor's description"),
         (lambda saved: saved + bytes(1 << 21), "is said to have"),
         (lambda saved: b"no archive", "not a zip file"),

@@ -49,7 +49,7 @@ def test_a_file_system_without_locks_is_mentioned(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with pytest.warns(UserWarning, match="cannot be locked .*No locks available.*: start no second run in it"):
+    with pytest.warns(UserWarning, match="cannot be locked .*No locks available.*: do not start a second run in it"):
         lock_folder(tmp_path).close()
 
 
@@ -74,7 +74,7 @@ def test_a_folder_whose_files_are_links_is_refused(tmp_path: Path, name: str, ki
     if kind != "link to nothing":
         victim.write_text("precious")
     (folder / name).hardlink_to(victim) if kind == "second name" else (folder / name).symlink_to(victim)
-    with pytest.raises(ArgumentError, match=rf"it is a link, and a run writes into its own folder only.*{name}"):
+    with pytest.raises(ArgumentError, match=rf"it is a link, and a run writes only into its own folder.*{name}"):
         lock_folder(folder)
     assert kind == "link to nothing" or victim.read_text() == "precious"
     assert sorted(path.name for path in folder.iterdir()) == [name]

@@ -128,7 +128,7 @@ def test_a_strangers_run_leads_into_no_other(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "step-00000001").symlink_to(mine / "checkpoints" / "step-00000001")
     for inside in ("", "checkpoints", "checkpoints/step-00000001"):
         assert code_of(["--resume", str(strange / inside), "--train-steps", "2"]) == 2
-        assert "it is a link, and a run writes into its own folder only" in capsys.readouterr().err
+        assert "it is a link, and a run writes only into its own folder" in capsys.readouterr().err
         assert sorted((path.relative_to(mine), path.stat().st_mtime_ns) for path in mine.rglob("*")) == before
     train_here(["--resume", str(tmp_path / "step-00000001"), "--train-steps", "1"])
     assert not (tmp_path / "latest").exists()
