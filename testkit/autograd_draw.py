@@ -1,6 +1,6 @@
-"""Which tests run their backwards in a thread of autograd, as on a GPU (``testkit.autograd_thread``).
+"""Chooses the tests whose backwards run in a thread of autograd, as on a GPU (``testkit.autograd_thread``).
 
-MEGATRON_PP_TEST_AUTOGRAD_THREAD says it: ``all``, ``none`` (the default), or a seed, by which a third is drawn.
+MEGATRON_PP_TEST_AUTOGRAD_THREAD is ``all``, ``none`` (the default), or a seed that draws a third of the tests.
 Processes that a drawn test starts do the same.
 """
 
@@ -18,8 +18,8 @@ from unittest.mock import patch
 
 NAME = "MEGATRON_PP_TEST_AUTOGRAD_THREAD"
 _MODULE = "testkit.autograd_thread"
-_EVERY = 3  # one test in so many is drawn
-_SITE = str(Path(__file__).parent / "site")  # whose sitecustomize.py every interpreter loads
+_EVERY = 3  # one of this many tests is drawn
+_SITE = str(Path(__file__).parent / "site")  # every interpreter loads its sitecustomize.py
 
 
 def said() -> str:
@@ -27,7 +27,7 @@ def said() -> str:
 
 
 def is_drawn(test: str) -> bool:
-    """Whether the test of this node id is."""
+    """Whether the test with this node id is drawn."""
     draw = said()
     if draw in ("all", "none"):
         return draw == "all"
@@ -36,7 +36,8 @@ def is_drawn(test: str) -> bool:
 
 @contextmanager
 def backwards(in_thread: bool) -> Iterator[None]:
-    """In a thread of autograd or the caller's, in this process and those that it starts."""
+    """A context in which backwards run in a thread of autograd, or in the caller's, in this process and those that it
+    starts."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path != _SITE]
     said = {NAME: "none", "PYTHONPATH": os.pathsep.join(paths)}
     if not in_thread:
@@ -50,7 +51,7 @@ def backwards(in_thread: bool) -> Iterator[None]:
 
 
 def follow(environment: Mapping[str, str] = os.environ) -> None:
-    """This process does from now on what ``environment`` says, whatever the one that it was forked from did."""
+    """Let this process follow ``environment`` from now on, whatever the process did from which it was forked."""
     wanted = environment.get(NAME) == "all"
     if not wanted and _MODULE not in sys.modules:
         return
@@ -64,5 +65,5 @@ def follow(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def for_processes() -> dict[str, str]:
-    """What the environment of a process has to say that does not inherit this one's."""
+    """The variables for a process that does not inherit this process's environment."""
     return {NAME: said()}

@@ -1,15 +1,16 @@
 """Backwards in a thread of autograd, without a GPU.
 
-On a GPU torch runs a backward, and what it recomputes, in a thread that it keeps for the device. Thread-locals and
-context variables of the caller are not there, those that an earlier backward left are. On the CPU torch runs it in the
-caller's thread, so that no test on a CPU sees code that reads them. ``autograd_thread()`` moves it:
+On a GPU torch runs a backward, and its recomputation, in a thread that it keeps for the device. That thread lacks the
+caller's thread-locals and context variables, and has those that an earlier backward left. On the CPU torch runs a
+backward in the caller's thread, so tests on a CPU do not find code that reads them. ``autograd_thread()`` moves
+backwards to another thread:
 
     with autograd_thread():
         loss.backward()
 
-The thread gets what torch gives its own (``at::ThreadLocalState``): autocast, the modes of torch functions and
-dispatch, hooks of saved tensors, the stashed context. A backward within a backward stays in its thread, and so does one
-under ``torch.autograd.set_multithreading_enabled(False)``.
+The thread gets the state that torch gives its own threads (``at::ThreadLocalState``): autocast, the modes of torch
+functions and dispatch, hooks of saved tensors, the stashed context. A backward within a backward stays in its thread.
+So does a backward under ``torch.autograd.set_multithreading_enabled(False)``.
 """
 
 from __future__ import annotations
@@ -31,28 +32,30 @@ from torch.utils import _python_dispatch as dispatch
 
 Carried = AbstractContextManager[Any]
 
-_here = threading.local()  # device_thread: of the caller that runs here; in_one: whether this is one
-os.register_at_fork(after_in_child=lambda: vars(_here).clear())  # a fork has no other threads
+_here = threading.local()  # device_thread: that of this caller; in_one: whether this thread is a device thread
+os.register_at_fork(after_in_child=lambda: vars(_here).clear())  # a forked process has no other threads
 _OF_PROCESS: list[Callable[[], Callable[[], Carried]]] = []
-_CONTEXT = "context"  # what torch.autograd stashes of the caller's, from 2.10 on
+_CONTEXT = "context"  # the caller's state that torch.autograd stashes, from 2.10 on
 _DEVICES = ("cpu", "cuda")
 
 
 def carry(capture: Callable[[], Callable[[], Carried]]) -> None:
-    """Where ranks are threads: what a process has once, and ranks in a thread-local, goes to a rank's device thread.
-    ``capture()`` is called in the rank's thread; what it returns is entered in the other."""
+    """Carry a thread-local of ranks to their device threads: if ranks are threads, it replaces a variable of the
+    process. ``capture()`` is called in the rank's thread. The context that it returns is entered in the device
+    thread."""
     _OF_PROCESS.append(capture)
 
 
 @contextmanager
 def autograd_thread() -> Iterator[None]:
-    """Backwards of this process run in another thread than their caller's, one for each thread that calls."""
+    """A context in which backwards of this process run in another thread than their caller's, one for each calling
+    thread."""
     with patch.object(Variable, "_execution_engine", AutogradThreads(Variable._execution_engine)):
         yield
 
 
 class AutogradThreads:
-    """``torch.autograd``'s engine, whose backwards run in a device thread."""
+    """``torch.autograd``'s engine, with backwards in a device thread."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -77,7 +80,7 @@ class AutogradThreads:
 
 
 class _Job:
-    """A call that another thread makes."""
+    """A call that another thread runs."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call = call
@@ -93,7 +96,7 @@ class _Job:
         self.done.set()
 
     def wait(self) -> Any:
-        """As in torch, a signal's exception is raised when the backward is over."""
+        """Wait for the result. As in torch, a signal's exception is raised when the backward is over."""
         interruption: BaseException | None = None
         while not self.done.is_set():
             try:
@@ -106,15 +109,16 @@ class _Job:
                 raise failure
             return self.result
         finally:
-            del failure  # its traceback holds this frame
+            del failure  # its traceback keeps this frame alive
 
 
 class _DeviceThread:
-    """Lasts as long as the thread that calls it."""
+    """A device thread. It lives as long as the thread that calls it."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        _thread.start_new_thread(_work, (self._jobs,))  # unknown to ``threading``, as torch's own
+        # ``threading`` does not know it, as it does not know torch's threads.
+        _thread.start_new_thread(_work, (self._jobs,))
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def run(self, call: Callable[[], Any]) -> Any:
@@ -130,11 +134,11 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
         if job is None:
             return
         job.run()
-        del job  # and the tensors of its call
+        del job  # drops the tensors of its call too
 
 
 def _thread_local_state() -> Callable[[], Carried]:
-    """The caller's, to be entered in another thread."""
+    """The caller's thread-local state, as a context for another thread."""
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES]
     cached = torch.is_autocast_cache_enabled()
     functions = _get_current_function_mode_stack()
@@ -167,7 +171,7 @@ def _thread_local_state() -> Callable[[], Carried]:
 
 
 def _saved_tensor_hooks() -> list[tuple[Any, Any]]:
-    """This thread's, the outermost first."""
+    """This thread's hooks of saved tensors, the outermost first."""
     stack: Any = torch._C._autograd
     hooks: list[tuple[Any, Any]] = []
     while (top := stack._top_saved_tensors_default_hooks(False)) is not None:

@@ -1,1 +1,1 @@
-"""Steps of the engine on virtual devices, and instructions that wait for a device."""
+"""Runs steps of the engine on virtual devices, and instructions that wait for a device."""

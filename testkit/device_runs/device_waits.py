@@ -1,4 +1,4 @@
-"""What waits for a device: a rank that waits in one operation until all that it has posted is over."""
+"""Finds waits for a device that hang: a rank waits in one operation until all that it has posted is over."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_pp.plan.verify.rendezvous import RendezvousRun
 
 
 class _Noting(RendezvousRun):
-    """Notes what each rank posts."""
+    """Records the posts of each rank."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, [ONE_QUEUE], 1)
@@ -25,7 +25,7 @@ class _Noting(RendezvousRun):
 
 
 def stopped(plan: Plan, rank: int, position: int) -> _Noting:
-    """All ranks, as far as they come while ``rank`` stays in front of its instruction ``position``."""
+    """Run all ranks as far as possible while ``rank`` stops before its instruction ``position``."""
     run = _Noting(plan)
     limits = [len(program) for program in plan.programs]
     limits[rank] = position
@@ -34,7 +34,7 @@ def stopped(plan: Plan, rank: int, position: int) -> _Noting:
 
 
 def hanging_waits(plan: Plan) -> list[tuple[int, str]]:
-    """The ranks and operations of which one that waits alone for its device never ends."""
+    """The (rank, operation) pairs that never end if only this operation waits for its device."""
     found = []
     for rank, program in enumerate(plan.programs):
         for position, at in enumerate(program):

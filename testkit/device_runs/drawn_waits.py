@@ -1,4 +1,4 @@
-"""Instructions that wait for an idle device, drawn at random: in the verifier's run loop, and in the engine."""
+"""Random instructions wait for an idle device, in the verifier's run loop and in the engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from testkit.streams.device import current_device
 
 
 def drawn_waits(plan: Plan, share: float, rng: random.Random, compute: bool) -> list[set[int]]:
-    """By rank, the places of the instructions that wait: each with probability ``share``, of ``compute`` alone or of
-    all."""
+    """By rank, the places of the instructions that wait. Each waits with probability ``share``. ``compute``: only
+    compute operations wait."""
     return [
         {k for k, at in enumerate(program) if rng.random() < share and (at.op in ins.COMPUTE_OPS or not compute)}
         for program in plan.programs
@@ -26,7 +26,7 @@ def drawn_waits(plan: Plan, share: float, rng: random.Random, compute: bool) -> 
 
 
 class _Waiting(RendezvousRun):
-    """Where chosen instructions wait for all that their rank has posted."""
+    """The run loop in which chosen instructions wait for all that their rank has posted."""
 
     def __init__(self, plan: Plan, waits: Sequence[Collection[int]]) -> None:
         self.waits = waits
@@ -37,14 +37,15 @@ class _Waiting(RendezvousRun):
 
 
 def check_with_waits(plan: Plan, waits: Sequence[Collection[int]]) -> None:
-    """Raises PlanError where ``plan`` hangs if these instructions wait."""
+    """Raises PlanError if ``plan`` hangs when these instructions wait."""
     run = _Waiting(plan, waits)
     run.upto([len(program) for program in plan.programs])
     run.check_end()
 
 
 class WaitsAsDrawn(PlanExecutor):
-    """Instructions wait for an idle device before they run, each with probability ``share``; ``seed`` chooses."""
+    """An engine whose instructions wait for an idle device before they run, each with probability ``share``. ``seed``
+    chooses."""
 
     share, seed = 1.0, 0
 

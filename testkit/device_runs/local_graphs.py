@@ -1,9 +1,9 @@
 """Layers in CUDA graphs that share one pool, as Megatron captures them itself (``cuda_graph_impl="local"``).
 
-As in ``megatron/core/transformer/cuda_graphs.py``: each microbatch has graphs of its own in each layer. The first
-training step notes in which order it runs them; at its end they are captured in this order, and what a graph is done
-with goes to those captured after it. Later steps replay them in turn. Values are computed beside the graphs, whose
-memory the device's books have alone.
+As in ``megatron/core/transformer/cuda_graphs.py``, each microbatch has its own graphs in each layer. The first training
+step records the order in which it runs them. At its end they are captured in this order, and memory that a graph no
+longer needs goes to graphs that are captured later. Later steps replay the graphs in turn. Values are computed outside
+of the graphs; only the device's records have the graphs' memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from testkit.streams.device import unrecorded
 
 
 class LocalGraphs:
-    """Those of one rank."""
+    """The graphs of one rank."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
@@ -39,7 +39,7 @@ class LocalGraphs:
         self.are_captured = False
 
     def capture(self) -> None:
-        """At the end of a schedule."""
+        """Capture the graphs, at the end of a schedule."""
         if self.captures:
             self.are_captured = True
         for capture in self.captures:
@@ -84,7 +84,7 @@ class _Runner:
         return self.output
 
     def replay_backward(self, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of the input lies in the graph's memory, those of parameters do not."""
+        """Replay the backward. The input's gradient is in the graph's memory, the parameters' gradients are not."""
         self.output_grad.data.copy_(grad)
         self.backward_graph.replay()
         with unrecorded():
@@ -96,7 +96,7 @@ class _Runner:
 
 
 class _Noted(torch.autograd.Function):
-    """The identity, whose backward notes that the graph of the backward is captured next."""
+    """The identity. Its backward records that the graph of the backward is captured next."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, runner: _Runner) -> torch.Tensor:
@@ -121,7 +121,7 @@ class _Replayed(torch.autograd.Function):
 
 
 class LocalGraphBlock(ToyBlock):
-    """A stage in graphs."""
+    """A stage whose layers run in graphs."""
 
     graphs: LocalGraphs
 
@@ -146,12 +146,12 @@ class LocalGraphBlock(ToyBlock):
 
 
 Step = tuple[ToyData, bool, dict[str, Any]]
-"""Data, whether it is forward-only, fields of its config."""
+"""A step: its data, whether it is forward-only, and fields of its config."""
 
 
 def steps_with_graphs(size: int, num_chunks: int, steps: Sequence[Step], **fields: Any) -> tuple[StreamReport, float]:
-    """Steps of one model, whose graphs are captured at the end of the first for training; their report, and the largest
-    difference of a loss or gradient to one process. ``fields``: of the config."""
+    """Run steps of one model. Its graphs are captured at the end of the first training step. Returns the report, and
+    the largest difference between a loss or gradient and that of one process. ``fields``: fields of the config."""
     chunked = num_chunks if num_chunks > 1 else None
     fields = {"virtual_pipeline_model_parallel_size": chunked, **fields}
 

@@ -29,8 +29,9 @@ def on_nccl(
     timeout: float = 60.0,
     **fields: Any,
 ) -> list[T]:
-    """What ``body(communicator)`` returns on each rank, whose process group is on ``network``; ``fields`` are the
-    config's. ``device_id``: whether the job's group is made for a device; ``timeout``: of each rank, in seconds."""
+    """Run ``body(communicator)`` on each rank, with process groups on ``network``. Returns the results by rank.
+    ``fields``: fields of the config. ``device_id``: whether the job's group is made for a device. ``timeout``: of each
+    rank, in seconds."""
     store = dist.HashStore()
 
     def rank_main(rank: int) -> T:
@@ -57,8 +58,8 @@ def step_on_nccl(
     rules: DeviceRules = NO_MORE_RULES,
     **more: Any,
 ) -> tuple[StreamReport, ToyResult]:
-    """A step over process groups; ``errors`` takes what ranks raise, which is raised where it is None. ``more``: of
-    ``on_nccl``."""
+    """Run a step over process groups. ``errors`` receives the errors of ranks; if it is None, they are raised.
+    ``more``: options of ``on_nccl``."""
     network = StreamNetwork(size, seed=None, rules=rules)
 
     def step(communicator: P2PCommunicator) -> ToyResult:
@@ -79,7 +80,7 @@ def step_on_nccl(
 
 
 class FailingBlock(ToyBlock):
-    """Fails in its second forward, on the last stage."""
+    """A stage that raises in its second forward, if it is the last stage."""
 
     calls = 0
 

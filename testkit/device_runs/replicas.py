@@ -1,8 +1,8 @@
-"""Data-parallel replicas of a pipeline on virtual devices, whose hosts run ahead: a rank fails in a given phase of its
-step, and each update of every rank is followed back to the transfers that it was made from.
+"""Data-parallel replicas of a pipeline on virtual devices whose hosts run ahead. A rank fails in a given phase of its
+step, and each update of every rank is traced back to the transfers from which it was made.
 
-``TracedNetwork`` knows which receives an abort has *cut*: it ended them before their data was there. What is computed,
-sent or reduced after one of these is *tainted*, on any rank. No update may be.
+``TracedNetwork`` knows the receives that an abort has *cut*: the abort ended them before their data arrived. Data that
+is computed, sent or reduced from such a receive is *tainted*, on any rank. No update may be tainted.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ PHASES = (WARMUP, STEADY, COOLDOWN, PAST_THE_PLAN, REDUCTION, BEFORE_THE_OPTIMIZ
 
 
 class InjectedError(Exception):
-    """What the failing rank raises."""
+    """The error of the failing rank."""
 
 
 class TracedNetwork(StreamNetwork):
-    """Notes of each transfer what it comes after on its rank, and where its data comes from. ``updates``: (rank, step,
-    what they come after)."""
+    """Records for each transfer its clock on its rank, and the source of its data. ``updates``: (rank, step, clock) of
+    each update."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, seed=None, looks_for_races=False)
@@ -74,7 +74,7 @@ class TracedNetwork(StreamNetwork):
             super().abort_communicator(name, rank)
 
     def tainted_updates(self) -> list[tuple[int, int]]:
-        """(rank, step) of each."""
+        """(rank, step) of each tainted update."""
         tainted = self._tainted()
         return [(rank, step) for rank, step, past in self.updates if self._is_after(tainted, rank, past)]
 
@@ -100,9 +100,9 @@ class TracedNetwork(StreamNetwork):
 
 @dataclass
 class Fault:
-    """``rank`` raises in ``phase`` of step 2, ``late`` seconds after it came there, when the hosts of the others are as
-    far as they come. ``stuck``: whether its device has finished no transfer of its pipeline in that step; they are cut
-    then. ``blind``: seconds for which the other pipelines find no failure in the store."""
+    """``rank`` raises in ``phase`` of step 2, ``late`` seconds after it has reached it, when the hosts of other ranks
+    are as far as they can run. ``stuck``: whether its device has finished no transfer of its pipeline in that step;
+    then they are cut. ``blind``: seconds in which the other pipelines find no failure in the store."""
 
     rank: int
     phase: str
@@ -122,7 +122,7 @@ class Fault:
 
 
 class CountingBlock(ToyBlock):
-    """Calls ``reached(FORWARD or BACKWARD, n)`` in its nth forward or backward, counted from 0."""
+    """A block that calls ``reached(FORWARD or BACKWARD, n)`` in its nth forward or backward, counted from 0."""
 
     def __init__(self, stage: int) -> None:
         super().__init__(stage)
@@ -141,11 +141,11 @@ class CountingBlock(ToyBlock):
 
 
 class Replica:
-    """One rank of ``REPLICAS`` pipelines of ``size`` ranks, whose replicas reduce on groups of their own.
+    """One rank of ``REPLICAS`` pipelines of ``size`` ranks. Its replicas reduce on their own groups.
 
-    ``distributed``: with a distributed optimizer. Each chunk's gradients are reduced and scattered beside the pipeline,
-    on another stream, as soon as they are complete; each replica updates its shard; parameters are gathered.
-    ``outside``: the program reduces after the step, and nothing watches what follows the step."""
+    ``distributed``: a distributed optimizer. Each chunk's gradients are reduced and scattered beside the pipeline, on
+    another stream, as soon as they are complete; each replica updates its shard; parameters are gathered. ``outside``:
+    the program reduces after the step, and nothing watches the program after the step."""
 
     def __init__(
         self, network: TracedNetwork, rank: int, size: int, chunks: int, distributed: bool, outside: bool
@@ -176,7 +176,7 @@ class Replica:
         self.optimizer.register_step_post_hook(self._note_update)
 
     def step(self) -> None:
-        """As far as the host is concerned."""
+        """Run one step on the host. The device may still be busy at its end."""
         self.number += 1
         for chunk in self.chunks:
             chunk.inner.counts = {FORWARD: 0, BACKWARD: 0}
@@ -213,11 +213,11 @@ class Replica:
                 self._strike(phase)
 
     def _own(self, parameter: torch.Tensor) -> torch.Tensor:
-        """This replica's shard of it."""
+        """This replica's shard of ``parameter``."""
         return parameter.detach().reshape(-1).chunk(REPLICAS)[self.replicas.rank()].clone()
 
     def _reduce_beside(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Of one chunk, when its gradients are complete; the pipeline goes on."""
+        """Reduce the gradients of one chunk when they are complete, while the pipeline continues."""
         shards = {id(parameter): shard for parameter, shard in zip(self.parameters, self.shards, strict=True)}
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
@@ -230,7 +230,7 @@ class Replica:
     def _finalize(self, *chunks_and_tokens: Any) -> None:
         self._strike(PAST_THE_PLAN)
         if self.distributed:
-            # As in Megatron, hooks of the last backward have it for the first rank, and not grad_sync_func.
+            # As in Megatron, on the first rank hooks of the last backward reduce them, not grad_sync_func.
             left = [p for p, shard in zip(self.parameters, self.shards, strict=True) if shard.grad is None]
             self._reduce_beside(left)
             torch.cuda.current_stream().wait_stream(self.side)
@@ -253,9 +253,9 @@ class Replica:
 
 @dataclass
 class Job:
-    """``REPLICAS`` pipelines of ``size`` ranks with ``chunks`` chunks each: a step in which nothing happens, then up to
-    ``steps`` more with ``fault``, then ``after``. ``raised``, ``seconds``: of each rank, what it raised and how long
-    after the fault. Other fields are those of ``Replica``.
+    """``REPLICAS`` pipelines of ``size`` ranks with ``chunks`` chunks each. They run a step without a fault, then up to
+    ``steps`` more with ``fault``, then ``after``. ``raised``, ``seconds``: the error of each rank, and the seconds from
+    the fault until then. Other fields are those of ``Replica``.
     """
 
     size: int
@@ -269,7 +269,7 @@ class Job:
     seconds: dict[int, float] = field(default_factory=dict)
 
     def run(self) -> TracedNetwork:
-        """With the guard as it is; to be called within ``virtual_cuda`` and ``virtual_distributed``."""
+        """Run the job under the real guard. Call it within ``virtual_cuda`` and ``virtual_distributed``."""
         ranks = self.size * REPLICAS
         self.network, self.store = TracedNetwork(ranks), dist.HashStore()
         self.together = threading.Barrier(ranks)
@@ -280,7 +280,7 @@ class Job:
         network = self.network
         with network.running(rank), process_group(network, rank, self.store):
             one = Replica(network, rank, self.size, self.chunks, self.distributed, self.outside)
-            one.step()  # bytes are looked at
+            one.step()  # reads bytes
             assert all(value.isfinite().all() for value in one.values())
             assert not any(map(torch.equal, one.before, one.values()))
             torch.cuda.synchronize()
@@ -301,7 +301,7 @@ class Job:
             one.communicator.transport.close()
 
     def _prepare(self, one: Replica) -> None:
-        """For the fault. The watchdog aborts the groups of its own rank."""
+        """Prepare a rank for the fault. The watchdog aborts the groups of its own rank."""
         one.fault = fault = self.fault
         guard = one.communicator.transport.guard
         guard.failing.escalate = one.replicas.abort

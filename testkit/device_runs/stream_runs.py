@@ -1,4 +1,4 @@
-"""Steps on virtual devices: what tests of ``testkit.streams`` share."""
+"""Steps on virtual devices, which tests of ``testkit.streams`` share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def toy_step_on_streams(
     rules: DeviceRules = NO_MORE_RULES,
     **more: Any,
 ) -> tuple[StreamReport, float]:
-    """A step of the toy model; its report, and how far losses and gradients are from those of one process."""
+    """Run a step of the toy model. Returns its report, and the largest difference between losses and gradients and
+    those of one process."""
     known = TOY_SCHEDULES.get(schedule)
     chunks = (known and known.chunks) or (1 if schedule in ("1f1b", "gpipe") else 2)
     network = StreamNetwork(size, more.get("p2p_channels", ONE_WAY) == ONE_WAY, seed=seed, rules=rules)
@@ -49,7 +50,7 @@ def toy_step_on_streams(
 
 
 def for_nccl(spec: PlanSpec) -> PlanSpec:
-    """``spec`` for the rules that hold by default where a plan runs on NCCL, unless it names others."""
+    """``spec`` with the default device rules of NCCL, unless it names others."""
     return spec if spec.device else replace(spec, device=ON_NCCL)
 
 
@@ -62,13 +63,13 @@ def plan_on_streams(
     rules: DeviceRules = NO_MORE_RULES,
     **more: Any,
 ) -> StreamReport:
-    """A step of ``spec``'s plan by ``executor``, on the model of ``race_support``, or of ``block``, and a network of
-    ``kind`` with ``rules`` and ``more``. Where kernels are launched for the first time, the plan is one for that."""
+    """Run a step of ``spec``'s plan by ``executor``, on the model of ``race_support`` or of ``block``. The network is
+    of ``kind``, with ``rules`` and ``more``. If kernels are launched for the first time, the plan allows for that."""
     if rules.first_launches:
         spec = for_nccl(spec)
     network = kind(spec.pipeline_size, spec.channels == ONE_WAY, rules=rules, **more)
 
-    def observed(*args: Any, **more: Any) -> PlanExecutor:  # with ranges of its own on each rank
+    def observed(*args: Any, **more: Any) -> PlanExecutor:  # each rank has its own ranges
         return executor(*args, observer=ranges_if_profiling(), **more)
 
     data = exact_data(spec.num_microbatches, spec.variable_shapes)
@@ -78,7 +79,7 @@ def plan_on_streams(
 
 
 def on_one_device(program: Callable[[], Any], **more: Any) -> StreamReport:
-    """``program`` on a device of its own."""
+    """Run ``program`` on one virtual device."""
     network = StreamNetwork(1, **more)
 
     def main(rank: int) -> Any:

@@ -1,7 +1,7 @@
-"""Steps on virtual devices with times, beside what the simulator says of their plans.
+"""Steps on virtual devices with times, compared with the simulator's times for their plans.
 
-A forward is a slot. No two kinds of operation and no message take the same time, and a forward takes longer than all
-but a full backward.
+A forward takes one slot. Kinds of operations and messages all take different times. Only a full backward takes longer
+than a forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from testkit.streams.virtual_times import Timelines, durations_of, timelines
 from testkit.thread_runs.output_layer_runs import BATCH, SEQ, Case, step_on_nccl
 
 SLOT = 1.0
-MESSAGE = 0.23  # of which the last 0.03 are latency
+MESSAGE = 0.23  # its last 0.03 are latency
 Times = tuple[float, float]  # start and end
 _TIMED = ins.SINGLE_COMPUTE_OPS | ins.COPY_POST_OPS
 
@@ -42,12 +42,12 @@ def costs_of(num_stages: int) -> StageCosts:
 
 
 def network_of(nbytes: float) -> Network:
-    """``nbytes``: of the activation of a whole sequence, which takes MESSAGE."""
+    """The simulator's network. ``nbytes``: bytes of a whole sequence's activation, which takes MESSAGE."""
     return Network(nbytes, link=Link(0.03, nbytes / (MESSAGE - 0.03)))
 
 
 class PairsBy:
-    """Engines whose pairs ``function`` runs."""
+    """Makes engines whose pairs ``function`` runs."""
 
     def __init__(self, function: OverlappedForwardBackward, executor: Callable[..., PlanExecutor]) -> None:
         self.function, self.executor = function, executor
@@ -68,7 +68,7 @@ class TimedStep:
 
     @cached_property
     def spans(self) -> dict[tuple[int, str], Times]:
-        """By rank and instruction: from the start of its first operation to the end of its last one."""
+        """By (rank, instruction): from the start of its first operation to the end of its last one."""
         found: dict[tuple[int, str], Times] = {}
         for one in self.lines.operations:
             if one.within:
@@ -78,7 +78,7 @@ class TimedStep:
 
     @cached_property
     def streams(self) -> dict[tuple[int, str], set[int]]:
-        """By rank and instruction: on which streams it runs."""
+        """By (rank, instruction): the streams on which it runs."""
         found: defaultdict[tuple[int, str], set[int]] = defaultdict(set)
         for one in self.lines.operations:
             found[one.rank, one.within].add(one.stream)
@@ -86,7 +86,7 @@ class TimedStep:
 
     @cached_property
     def expected(self) -> dict[tuple[int, str], Times]:
-        """The simulated spans; each half of a pair has the whole pair's."""
+        """The simulated spans. Each half of a pair has the span of the pair."""
         found: dict[tuple[int, str], Times] = {}
         for rank, program in enumerate(self.plan.programs):
             events = [*self.simulated.events(rank), *self.simulated.copies[rank]]
@@ -102,13 +102,14 @@ class TimedStep:
         return max(end for _, end in self.spans.values())
 
     def computing(self) -> dict[str, float]:
-        """How much later than simulated each compute operation and copy starts or ends, whichever is further off."""
+        """By operation, for compute and copies: how much later than simulated it starts or ends, whichever is more."""
         assert self.spans.keys() == self.expected.keys()
         expected = self.expected.items()
         return {f"{name} of rank {rank}": _off(self.spans[rank, name], times) for (rank, name), times in expected}
 
     def differences(self) -> dict[str, float]:
-        """The same with transfers: those of a link are compared in the order of their starts, and of their ends."""
+        """``computing``, with transfers. Transfers of a link are compared in the order of their starts, and of their
+        ends."""
         found = self.computing()
         virtual, simulated = (_by_link(one) for one in (self.lines.transfers, self.simulated.transfers))
         assert {link: len(some) for link, some in virtual.items()} == {link: len(s) for link, s in simulated.items()}
@@ -118,7 +119,7 @@ class TimedStep:
         return found
 
     def pairs(self) -> list[tuple[int, str, str]]:
-        """Rank, forward and backward of each."""
+        """(rank, forward, backward) of each pair."""
         return [
             (rank, *map(str, ins.operations(at)))  # type: ignore[misc]
             for rank, program in enumerate(self.plan.programs)
@@ -149,22 +150,22 @@ def timed_step(
     pairs: OverlappedForwardBackward = on_two_streams,
     **more: Any,
 ) -> TimedStep:
-    """A step of ``spec``'s plan by ``executor``, its pairs by ``pairs``; ``more`` of ``plan_on_streams``. Kernels are
-    loaded: the times of a plan are those of later steps."""
+    """Run a step of ``spec``'s plan by ``executor``, with pairs by ``pairs``. ``more``: options of ``plan_on_streams``.
+    Kernels are loaded, because a plan's times are those of later steps."""
     log, plan = CallLog(), build_plan(spec)
     report = plan_on_streams(spec, PairsBy(pairs, executor), log=log, rules=LATER_STEPS, **more)
     return _timed(plan, report, log, 2 * 1 * HIDDEN)
 
 
 def timed_output_layer(case: Case) -> TimedStep:
-    """A step with a split output layer, over the transport for NCCL."""
+    """Run a step with a split output layer over the transport for NCCL."""
     log, plan = CallLog(), build_plan(for_nccl(PlanSpec(case.schedule, case.size, 1, case.microbatches)))
     report = step_on_nccl(case, log, overlap_p2p_comm=True, warm_up_p2p=False)[0]
     return _timed(plan, report, log, SEQ * BATCH * HIDDEN)
 
 
 def _timed(plan: Plan, report: StreamReport, log: CallLog, numbers: int) -> TimedStep:
-    """``numbers``: of an activation, in float64."""
+    """The timed step. ``numbers``: float64 elements of an activation."""
     costs, network = costs_of(plan.placement.num_stages), network_of(8.0 * numbers)
     lines = timelines(log.records, durations_of(plan, costs, beside=True), network)
     return TimedStep(plan, report, lines, simulate(plan, costs, network))

@@ -1,1 +1,2 @@
-"""Faults on order: ranks that raise, end, stop or are cut off, and a pool of real processes that meets them."""
+"""Injected faults: ranks that raise, end, stop or are disconnected, and a pool of real processes in which they
+happen."""

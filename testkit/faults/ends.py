@@ -1,4 +1,4 @@
-"""Ways in which a rank of a test ends, or goes no further: on purpose, at any place in its code."""
+"""Ways in which a test's rank ends or stops, on purpose, at any place in its code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def fail(how: str) -> None:
-    """``how``: raise, exit (``sys.exit``), os_exit, kill or stop, by a signal to this process."""
+    """Fail in the way ``how``: raise, exit (``sys.exit``), os_exit, or kill or stop by a signal to this process."""
     if how == "raise":
         raise ValueError("injected fault")
     if how == "exit":
@@ -19,6 +19,6 @@ def fail(how: str) -> None:
 
 
 def as_in_the_foreground() -> None:
-    """Of a process that is about to start (``preexec_fn``). What a shell starts in the background ignores Ctrl-C, and
-    so does what that starts, tests among it."""
+    """Make a process that is about to start (``preexec_fn``) react to Ctrl-C. Processes that a shell starts in the
+    background ignore it, and so do their children, also tests."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,5 +1,4 @@
-"""Faults on order: a stage of the toy model that raises, dies, stops, or is slow, at a given step, chunk and
-microbatch."""
+"""Injected faults: a stage of the toy model raises, dies, stops, or is slow, at a given step, chunk and microbatch."""
 
 from __future__ import annotations
 
@@ -23,13 +22,14 @@ SHAPE = "wrong shape"
 KILL = "kill"
 STOP = "stop"
 DELAY = "delay"
-HOLD = "hold"  # a delay in C++ that keeps the interpreter's lock: no thread of the process runs
+HOLD = "hold"  # a delay in C++ that keeps the interpreter lock, so that no thread of the process runs
 OWN_ERRORS = (EXCEPTION, DATA, BACKWARD, MEMORY, SHAPE)
 KINDS = (*OWN_ERRORS, KILL, STOP, DELAY)
 
 
 class Fault(NamedTuple):
-    """What happens, where and when. ``seconds``: of a delay, or for which a rank stands still before it is killed."""
+    """A fault: its kind, place and time. ``seconds``: those of a delay, or those for which a rank stops before it is
+    killed."""
 
     kind: str
     rank: int
@@ -40,12 +40,12 @@ class Fault(NamedTuple):
 
     @property
     def instruction(self) -> str:
-        """The instruction in which it happens, as plans print it."""
+        """The text of the instruction in which the fault happens."""
         return f"{'B' if self.kind == BACKWARD else 'F'}{self.chunk}.{self.mb}"
 
     @property
     def message(self) -> str:
-        """What the exception says."""
+        """The exception's message."""
         return f"injected fault in step {self.step}, chunk {self.chunk}, microbatch {self.mb}"
 
 
@@ -74,7 +74,7 @@ class Trigger:
         assert fault is not None
         self._on_fire()
         if fault.kind == KILL and fault.seconds:
-            # Stopped first: what is on the wire to this rank stays half sent when it dies.
+            # The rank is stopped first, so that messages to it are half sent when it dies.
             subprocess.Popen(["/bin/sh", "-c", f"sleep {fault.seconds}; kill -KILL {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault.kind in (KILL, STOP):
@@ -90,7 +90,7 @@ class Trigger:
 
 
 class FaultyBlock(ToyBlock):
-    """A stage of the toy model with a trigger. Its microbatches are counted per step by ``begin_step``."""
+    """A stage of the toy model with a trigger. It counts microbatches from ``begin_step`` on."""
 
     def __init__(self, stage: int, chunk: int, trigger: Trigger, hidden: int = HIDDEN) -> None:
         super().__init__(stage, hidden)
@@ -117,7 +117,7 @@ class FaultyBlock(ToyBlock):
 
 
 def faulty_iterator(data: ToyData, chunk: int, trigger: Trigger) -> Iterator[Any]:
-    """The microbatches of ``data``; raises where the fault says so."""
+    """The microbatches of ``data``. Raises if the fault is in the data iterator."""
     for mb in range(data.num_microbatches):
         if trigger.due((DATA,), chunk, mb):
             trigger.fire()

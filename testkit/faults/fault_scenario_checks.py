@@ -1,5 +1,5 @@
-"""Whether every rank met what it should in an episode: the right error, soon enough, naming the right place; or none,
-and the right numbers."""
+"""Checks the reports of an episode: every rank must raise the right error in time, with the right place, or raise none
+and have the right numbers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, PLAIN, Plan, PlanSpec
 from testkit.faults.fault_injection import DELAY, HOLD, KILL, MEMORY, OWN_ERRORS, SHAPE, STOP, Fault
 from testkit.faults.fault_scenarios import Episode, Report, Resources
 
-# Seconds within which the other ranks are to know.
+# Seconds within which the other ranks must raise.
 EXCEPTION_SECONDS = 5.0
 KILL_SECONDS = 10.0
-STOP_SECONDS = 5.0  # beyond what a stopped process is given
+STOP_SECONDS = 5.0  # seconds beyond the limit of a stopped process
 
-CACHED_TENSORS = 2  # made once in a process and kept, such as what takes a deallocated output's place
+CACHED_TENSORS = 2  # tensors that a process makes once and keeps, such as those that replace deallocated outputs
 
 _TYPES = {SHAPE: "P2PShapeError", MEMORY: "OutOfMemoryError"}
 _AT = re.compile(r"step (\d+), .* \((\S+|\[.+?\]), instruction \d+ of \d+\)")
-# For what waits here: in which direction the partner is, and what shows there that the message is through.
+# Waiting operation -> the direction of its partner, and the partner's operation that shows that the message has passed.
 _PARTNER = {WAIT_F: FREE_F, WAIT_B: FREE_B, FREE_F: WAIT_F, FREE_B: WAIT_B}
 
 
 def complaints(episode: Episode, reports: Mapping[int, Report], size: int, slack: float = 0.0) -> list[str]:
-    """What is wrong with the reports of an episode; empty if nothing is. ``slack``: seconds by which a loaded machine
+    """The faults in the reports of an episode; empty if there are none. ``slack``: seconds by which a loaded machine
     may exceed the limits.
     """
     found = [
@@ -46,7 +46,7 @@ def complaints(episode: Episode, reports: Mapping[int, Report], size: int, slack
 
 
 def seconds_to_detect(episode: Episode, reports: Mapping[int, Report]) -> dict[int, float]:
-    """Seconds from the fault until each other rank raised."""
+    """By rank: the seconds from the fault until another rank has raised."""
     fault = episode.fault
     return {
         rank: report.raised_at - report.fired_at
@@ -56,7 +56,7 @@ def seconds_to_detect(episode: Episode, reports: Mapping[int, Report]) -> dict[i
 
 
 def limit(episode: Episode) -> float:
-    """Seconds within which all other ranks are to have raised."""
+    """The seconds within which all other ranks must have raised."""
     assert episode.fault is not None
     if episode.fault.kind == STOP:
         return min(episode.p2p_timeout, max(episode.stopped_seconds, episode.p2p_timeout / 8)) + STOP_SECONDS
@@ -64,7 +64,8 @@ def limit(episode: Episode) -> float:
 
 
 def leaks(before: Resources, after: Resources) -> list[str]:
-    """What a process holds more of after an episode than after an earlier one; memory is looked at over many."""
+    """The resources of which a process holds more after an episode than after an earlier one. Memory is checked
+    elsewhere, over many episodes."""
     allowed = {"threads": 0, "files": 0, "shared_memory": 0, "handles": 0, "tensors": CACHED_TENSORS}
     return [
         f"{name}: {getattr(before, name)} before, {getattr(after, name)} after"
@@ -82,7 +83,7 @@ def _undisturbed(episode: Episode, reports: Mapping[int, Report]) -> Iterator[st
 
 
 def _instruction(episode: Episode, fault: Fault, size: int) -> str:
-    """The instruction in which the fault happens: a backward may be split in the plan."""
+    """The instruction in which the fault happens. The plan may split a backward."""
     program = {str(at) for at in build_plan(_spec_of(episode, size)).programs[fault.rank]}
     return fault.instruction if fault.instruction in program else f"I{fault.instruction[1:]}"
 
@@ -136,34 +137,36 @@ def _stall(episode: Episode, fault: Fault, reports: Mapping[int, Report], size: 
 
 
 def _wrongly_described(plan: Plan, fault: Fault, rank: int, line: str) -> Iterator[str]:
-    """A rank that says it waits for something of the faulty rank must wait for what that rank has not come to."""
+    """If a rank reports that it waits for the faulty rank, it must wait for an instruction that this rank has not
+    reached."""
     at = _AT.match(line)
     if at is None:
         yield f"rank {rank}: no instruction in its line {line!r}"
         return
     if int(at.group(1)) != fault.step:
-        return  # it had finished the step, and waits in the next one
+        return  # the rank had finished the step, and waits in the next one
     waits = at.group(2)
     partner = _partner(plan, rank, waits)
     if partner is None or partner[0] != fault.rank:
         return
     _, done = partner
     if fault.kind == KILL and done.op in (FREE_F, FREE_B):
-        return  # a connection that is reset loses what was sent and not yet read; that of a stopped rank is not
+        return  # a reset connection loses sent bytes that were not read; the connection of a stopped rank is not reset
     program = list(plan.programs[fault.rank])
     if program.index(done) < [str(one) for one in program].index(fault.instruction):
         yield f"rank {rank}: at {waits}, whose partner did {done} before it failed in {fault.instruction}"
 
 
 def _spec_of(episode: Episode, size: int) -> PlanSpec:
-    """The plan that the episode's config asks for."""
+    """The spec of the plan for the episode's config."""
     fields = episode.fields
     policy = OVERLAP if fields.get("overlap_p2p_comm") else BATCHED if fields.get("batch_p2p_comm") else PLAIN
     return PlanSpec(episode.schedule, size, episode.chunks, episode.microbatches, size, policy)
 
 
 def _partner(plan: Plan, rank: int, at: str) -> tuple[int, Instruction] | None:
-    """The other end of what ``at`` waits for: its rank, and the instruction that has waited for the same message."""
+    """The other end of the message for which ``at`` waits: its rank, and its instruction that waits for the same
+    message."""
     waits = next(one for one in plan.programs[rank] if str(one) == at)
     if waits.op not in _PARTNER:
         return None

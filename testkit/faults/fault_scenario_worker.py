@@ -1,4 +1,4 @@
-"""One rank's part in an episode: groups up, steps, groups down."""
+"""One rank's part in an episode: it makes process groups, runs steps, and destroys the groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from testkit.process_ranks import rank_of
 
 
 def run_episode(episode: Episode, rank: int, size: int, store: Any, on_fire: Callable[[], None]) -> Report:
-    """Run it; ``store`` is shared by all ranks and episodes, ``on_fire`` is called right before a fault."""
+    """Run the episode on this rank. All ranks and episodes share ``store``. ``on_fire`` is called right before a
+    fault."""
     start = time.monotonic()
     stall_detector.STOPPED_SECONDS = episode.stopped_seconds
     device = _device(episode, rank)
@@ -69,7 +70,7 @@ class _Data(ToyData):
 
 
 class _Run:
-    """The steps of an episode on one rank, and what was seen in them."""
+    """The steps of an episode on one rank, and their results."""
 
     def __init__(self, episode: Episode, rank: int, device: torch.device, on_fire: Callable[[], None]) -> None:
         self.episode = episode
@@ -82,7 +83,7 @@ class _Run:
         self.samples: list[int] = []
 
     def steps(self, size: int) -> None:
-        """All steps of the episode, each compared with those of one process."""
+        """Run all steps of the episode, and compare each with one process."""
         episode, data = self.episode, self.data
         fields = {"p2p_timeout": episode.p2p_timeout, "pipeline_schedule": episode.schedule, **episode.fields}
         group = dist.new_group(list(range(size)), timeout=timedelta(seconds=episode.group_timeout))

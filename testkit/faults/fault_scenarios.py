@@ -1,8 +1,9 @@
 """Episodes: a pool of real processes makes process groups, runs some steps of the toy model, perhaps with a fault, and
-takes the groups down again, over and over. What each rank met is reported and judged by ``fault_scenario_checks.py``.
+destroys the groups, again and again. Each rank reports what happened, and ``fault_scenario_checks.py`` checks the
+reports.
 
-A rank that was killed is replaced by a new process before the next episode; one that was stopped is continued when the
-others are through.
+Before the next episode a killed rank is replaced by a new process. A stopped rank is continued when the other ranks
+have ended.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from testkit.rank_processes import DIED, RankProcesses, RanksTimedOutError
 
 _START_SECONDS = 120.0
 _EXIT_SECONDS = 5.0
-_MEASURE = "measure"  # asks a worker for its resources, in place of an episode
+_MEASURE = "measure"  # the request for a worker's resources, in place of an episode
 
 
 @dataclass(frozen=True)
 class Episode:
-    """``steps`` steps of a schedule on all ranks of the pool; ``fault`` may happen in one of them.
+    """``steps`` steps of a schedule on all ranks of the pool. ``fault`` happens in one of them, if it is given.
 
-    fields      of the config
-    sample_every  steps between two looks at the resident memory; 0: none
-    seq_length  of a message of seq_length * 32 bytes: 3 fits into any socket's buffer, 500,000 into none
-    group_timeout  seconds, of the process groups; so long a transfer that gloo cannot end holds a thread, a connection
+    fields      fields of the config
+    sample_every  steps between two samples of the resident memory; 0: none
+    seq_length  a message has seq_length * 32 bytes: 3 fits into any socket's buffer, 500,000 into none
+    group_timeout  seconds of the process groups; for that time a transfer that gloo cannot end holds a thread, its socket
                    and its tensor (see ``comm/gloo/waiting_threads.py``)
-    stopped_seconds  after which a rank that is stopped is given up, if ``p2p_timeout`` does not come before
+    stopped_seconds  seconds after which a stopped rank counts as failed, if ``p2p_timeout`` is not shorter
     """
 
     number: int
@@ -61,7 +62,8 @@ class Episode:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a process holds after an episode; counts, and resident memory in bytes. ``handles``: of transfers."""
+    """The resources of a process after an episode: counts, and resident memory in bytes. ``handles``: those of
+    transfers."""
 
     threads: int
     files: int
@@ -73,10 +75,10 @@ class Resources:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank met. ``samples``: resident memory, in bytes, every so many steps. ``error``: type name, text and
-    attributes of what the schedule raised, None if nothing; ``raised_at``: CLOCK_MONOTONIC (one clock for all
-    processes of a machine), when; ``wrong_steps``: steps whose losses or gradients are not the reference's, to the
-    last bit."""
+    """What happened on one rank. ``samples``: resident memory in bytes, every ``sample_every`` steps. ``error``: type
+    name, text and attributes of the schedule's exception, None if there is none. ``raised_at``: its time on
+    CLOCK_MONOTONIC, one clock for all processes of a machine. ``wrong_steps``: steps whose losses or gradients differ
+    from the reference's in any bit."""
 
     rank: int
     steps_done: int
@@ -90,7 +92,7 @@ class Report:
 
 
 class Pool:
-    """``size`` worker processes and the store that outlives them. Use as a context manager: no process outlives it.
+    """``size`` worker processes, and a store that outlives them. It is a context manager: no process outlives it.
 
     ``start_method``: see ``processes.run_processes``.
     """
@@ -120,7 +122,7 @@ class Pool:
         self._ranks.end(_EXIT_SECONDS)
 
     def run(self, episode: Episode, deadline: float = 60.0) -> dict[int, Report]:
-        """Every rank's report; none of a rank that was killed, except for the time when it was. Raises
+        """Run an episode. Returns every rank's report. That of a killed rank has only the time of its death. Raises
         RanksTimedOutError."""
         self._replace_the_dead()
         for rank in range(self.size):
@@ -150,7 +152,7 @@ class Pool:
         return {rank: replace(report, fired_at=fired_at) for rank, report in reports.items()}
 
     def resources(self) -> dict[int, Resources]:
-        """What each rank's process holds now. Raises RanksTimedOutError."""
+        """The present resources of each rank's process. Raises RanksTimedOutError."""
         self._replace_the_dead()
         for rank in range(self.size):
             self._ranks.send(rank, _MEASURE)
@@ -159,7 +161,8 @@ class Pool:
     def await_resources(
         self, held: dict[int, Resources], is_fine: Callable[[dict[int, Resources]], bool], seconds: float
     ) -> dict[int, Resources]:
-        """``held``, by rank, or what these ranks hold when that is fine; if it never is, after ``seconds``."""
+        """``held``, by rank, if it is fine. Otherwise the resources of these ranks as soon as they are fine, or after
+        ``seconds``."""
         until = time.monotonic() + seconds
         while not is_fine(held) and time.monotonic() < until:
             time.sleep(0.5)
@@ -171,7 +174,7 @@ class Pool:
         return self._ranks.pids()
 
     def _start(self, ranks: Iterable[int]) -> None:
-        """Raises RanksTimedOutError where one is not ready in time."""
+        """Start processes for ``ranks``. Raises RanksTimedOutError if one is not ready in time."""
         ranks = list(ranks)
         for rank in ranks:
             self._ranks.start(rank, _work, (rank, self.size, self._store.port), self._start_method)
@@ -192,7 +195,7 @@ class Pool:
 def _work(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Where several ranks have to share a GPU: NCCL refuses that within one host, so each rank claims a host of its own.
+    # If several ranks share a GPU, each claims its own host, because NCCL refuses to share a GPU within one host.
     os.environ.setdefault("NCCL_HOSTID", f"rank{rank}")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_NET", "Socket")
@@ -204,7 +207,7 @@ def _work(pipe: Connection, rank: int, size: int, port: int) -> None:
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
-    gc.freeze()  # what libraries hold need not be looked through after each episode
+    gc.freeze()  # collections after each episode skip objects of libraries
     pipe.send("ready")
     while (episode := pipe.recv()) is not None:
         if episode == _MEASURE:
@@ -216,7 +219,7 @@ def _work(pipe: Connection, rank: int, size: int, port: int) -> None:
 
 
 def measure_resources() -> Resources:
-    """Of this process, after a collection (Linux)."""
+    """The resources of this process, after a garbage collection (Linux)."""
     import torch
 
     from megatron_pp.comm.wait_handle import WaitHandle
@@ -234,14 +237,14 @@ def measure_resources() -> Resources:
 
 
 def _shared_memory() -> set[str]:
-    """The files in /dev/shm that this process has mapped, or that torch has left there in its name. The folder has
-    those of all processes of the machine."""
+    """The files in /dev/shm that this process has mapped, or that torch has left there under its process id. The folder
+    has files of all processes of the machine."""
     with open("/proc/self/maps") as maps:
         mapped = {line.split(maxsplit=5)[5].strip() for line in maps if " /dev/shm/" in line}
     return mapped | set(glob.glob(f"/dev/shm/torch_{os.getpid()}_*"))
 
 
 def resident_bytes() -> int:
-    """Memory of this process that lies in RAM (Linux)."""
+    """The memory of this process in RAM, in bytes (Linux)."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,12 +1,12 @@
-"""Two "hosts" on one machine: network namespaces joined by a cable that can be pulled. Linux, and root.
+"""Two "hosts" on one machine: network namespaces, connected by a virtual cable that can be cut. Needs Linux and root.
 
     with two_hosts() as (left, right, cable):
         subprocess.Popen(left.command("scripts/launch_multinode.sh"), ...)
         cable.cut()
 
-Nothing outside the namespaces is changed, but for a file in ``/etc/netns`` that sets their name service. They are
-removed by a process that waits for this one to let go of a pipe, so they, and what still runs in them, go even when
-this one is killed.
+Outside the namespaces only a file in ``/etc/netns`` is changed, which sets their name service. A process that waits for
+this process to close a pipe removes the namespaces. So they, and all programs in them, end even if this process is
+killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ done
 """
 
 
-_NAMES = Path("/etc/netns")  # whose files ``ip netns exec`` shows instead of those in /etc
+_NAMES = Path("/etc/netns")  # ``ip netns exec`` shows its files instead of those in /etc
 
 
 class NamespaceError(RuntimeError):
@@ -39,34 +39,34 @@ class NamespaceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace, the interface at its end of the cable, and the address of that."""
+    """A namespace, the interface at its end of the cable, and the interface's address."""
 
     namespace: str
     interface: str
     address: str
 
     def command(self, *command: str) -> list[str]:
-        """``command`` as run on this host."""
+        """The words that run ``command`` on this host."""
         return ["ip", "netns", "exec", self.namespace, *command]
 
 
 @dataclass(frozen=True)
 class Cable:
-    """What joins the hosts; ``end`` is the host at which it is pulled."""
+    """The cable between the hosts. ``end`` is the host at which it is cut."""
 
     end: Host
 
     def cut(self) -> None:
-        """Pull it."""
+        """Cut the cable."""
         _run(f"ip -n {self.end.namespace} link set {self.end.interface} down")
 
     def restore(self) -> None:
-        """Plug it in again."""
+        """Connect the cable again."""
         _run(f"ip -n {self.end.namespace} link set {self.end.interface} up")
 
 
 def why_not() -> str:
-    """Why this machine can make no namespaces, in words; empty if it can."""
+    """Why this machine cannot make namespaces; empty if it can."""
     if shutil.which("ip") is None:
         return "needs the command ip (package iproute2)"
     if os.geteuid() != 0:
@@ -74,12 +74,13 @@ def why_not() -> str:
     name = _new_name()
     tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return f"may make no network namespaces: {tried.stderr.strip()}" if tried.returncode != 0 else ""
+    return f"may not make network namespaces: {tried.stderr.strip()}" if tried.returncode != 0 else ""
 
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host, Cable]]:
-    """Make the hosts and the cable; afterwards remove them and all that still runs there. Raises NamespaceError."""
+    """A context with two hosts and the cable. At its end they, and all programs in them, are removed. Raises
+    NamespaceError."""
     name = _new_name()
     left = Host(f"{name}_a", "cable", "10.77.0.1")
     right = Host(f"{name}_b", "cable", "10.77.0.2")
@@ -91,7 +92,7 @@ def two_hosts() -> Iterator[tuple[Host, Host, Cable]]:
         for host in (left, right):
             _run(f"ip netns add {host.namespace}")
             _run(f"ip -n {host.namespace} link set lo up")
-            # c10d asks for its peers' names, of a name service that is out of reach; this one refuses at once.
+            # c10d looks up its peers' names. The usual name service cannot be reached, so this one refuses at once.
             (_NAMES / host.namespace).mkdir(parents=True)
             (_NAMES / host.namespace / "resolv.conf").write_text("nameserver 127.0.0.1\noptions attempts:1\n")
         _run(

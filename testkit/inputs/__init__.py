@@ -1,1 +1,1 @@
-"""Plans and files that tests draw, change, forge or get from PyTorch."""
+"""Inputs of tests: plans and files that are drawn at random, changed, forged, or written by PyTorch."""

@@ -1,4 +1,4 @@
-"""Specs drawn at random: any schedule with any settings that it can have."""
+"""Random specs of plans: a schedule with any settings that it allows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from megatron_pp.plan.ir.spec import (
 from megatron_pp.plan.orders import SCHEDULES
 
 NAMED = [name for name, family in SCHEDULES.items() if family.search is None]
-# What a run may need together. Static buffers hold few hand-offs between the chunks of a lone rank.
+# Combinations of device rules that a run may have. With static buffers a single rank can have few hand-offs between
+# chunks.
 DEVICES = [(), (ONE_QUEUE,), ON_NCCL, (*ON_NCCL, DEVICE_SYNC), (*ON_NCCL, STATIC_BUFFERS)]
 
 
 def drawn_spec(schedule: str, rng: random.Random, **fixed: Any) -> PlanSpec:
-    """Up to 4 ranks, 3 chunks and 14 microbatches; the fields in ``fixed`` are those."""
+    """A random spec with up to 4 ranks, 3 chunks and 14 microbatches. ``fixed`` sets fields."""
     family = SCHEDULES[schedule]
     size, chunks = rng.choice((1, 2, 3, 4)), family.chunks or rng.choice((1, 2, 3))
     drawn: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Descriptions of checkpoints as somebody might forge them: with a right CRC-32."""
+"""Forged descriptions of checkpoints: their CRC-32 is right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import zlib
 
 
 def sealed(text: str) -> bytes:
-    """A description of this content, which is JSON; as it is where it is no object."""
+    """The JSON ``text`` with its CRC-32, as bytes. JSON that is not an object is returned unchanged."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""Write PyTorch's own pipeline schedules as CSV: one file each with the compute order, ``NAME.csv``, and where its
-runtime has communication, ``NAME-comms.csv``.
+"""Write PyTorch's own pipeline schedules as CSV. Each has a file with the compute order, ``NAME.csv``, and one with the
+communication of its runtime, ``NAME-comms.csv``.
 
-For a process of its own, because PyTorch's stages want a process group: here its fake one, which never communicates.
+Run it in a process of its own: PyTorch's stages need a process group, here its fake one, which never communicates.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def make(name: str, size: int, microbatches: int) -> schedules._PipelineSchedule
 
 
 def write_files(rank: int, world: int, folders: dict[tuple[int, int], Path]) -> None:
-    """The files of (pipeline size, microbatches) into its folder."""
+    """Write the files of each (pipeline size, microbatches) into its folder."""
     for (size, microbatches), folder in folders.items():
         _write(folder, size, microbatches)
 

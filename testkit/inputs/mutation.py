@@ -1,4 +1,4 @@
-"""Inputs that are almost right, for fuzzing parsers: mutated texts and JSON values, drawn by hypothesis."""
+"""Almost correct inputs for fuzzing parsers: mutated texts and JSON values, drawn by hypothesis."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 DEEP = "[" * 20_000 + "]" * 20_000
 _DEEP_MARK = "put something deep here"
-_HUGE = "9" * 5_000  # Python refuses to read a number of this many digits
+_HUGE = "9" * 5_000  # Python does not parse numbers with this many digits
 
-# What a file may hold where something else was meant. Infinity and NaN are what Python's json writes and reads.
+# Values that a file may have in place of the right one. Python's json writes and reads Infinity and NaN.
 WEIRD = st.one_of(
     st.sampled_from(
         (
@@ -29,7 +29,7 @@ _SNIPPETS = (_HUGE, "9", "-1", "1e9", "\x00", "\ufeff", '"', ",", "\n", "\r", "[
 
 @st.composite
 def mutated_text(draw: st.DrawFn, text: str) -> str:
-    """``text`` with one to three faults: cut off, a piece gone, doubled, moved, or something put in."""
+    """``text`` with one to three faults: it is cut off, or a piece is removed, doubled, moved or inserted."""
     for _ in range(draw(st.integers(1, 3))):
         a = draw(st.integers(0, len(text)))
         b = draw(st.integers(a, min(len(text), a + 40)))
@@ -60,7 +60,7 @@ def mutated_bytes(draw: st.DrawFn, data: bytes) -> bytes:
 
 @st.composite
 def mutated_json(draw: st.DrawFn, content: Any) -> str:
-    """``content`` as JSON, with one to three values replaced, gone, or under another name."""
+    """``content`` as JSON, with one to three values replaced, removed or renamed."""
     content = copy.deepcopy(content)
     for _ in range(draw(st.integers(1, 3))):
         content = _with_fault(draw, content)
@@ -68,7 +68,7 @@ def mutated_json(draw: st.DrawFn, content: Any) -> str:
 
 
 def _with_fault(draw: st.DrawFn, content: Any) -> Any:
-    """Walks to a random place and alters it."""
+    """``content`` with a fault at a random place."""
     inside: list[Any] = []
     if isinstance(content, dict):
         inside = sorted(content)

@@ -1,4 +1,4 @@
-"""Plans by their printed instructions: finding, replacing and saving them in tests."""
+"""Finds, replaces and saves instructions of plans by their text, for tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def small_plan(schedule: str = "1f1b", p: int = 2, v: int = 1, m: int = 3, **opt
 
 
 def placed(placement: Placement, rank: int, text: str) -> tuple[Instruction, ...]:
-    """The program that ``text`` prints, on ``rank``."""
+    """The program of ``rank`` whose text is ``text``."""
     return placement.place(rank, parse_program(text))
 
 
@@ -36,7 +36,7 @@ def with_programs(plan: Plan, *lines: str) -> Plan:
 
 
 def edited(plan: Plan, rank: int, edit: str) -> Plan:
-    """``plan`` with one change in the program of ``rank``. ``edit``, of instructions as they print: "drop A", "twice
+    """``plan`` with one change in the program of ``rank``. ``edit`` names instructions by their text: "drop A", "twice
     A", "swap A B", "move A before B", "move A behind B", "add A before B" or "A with mb=1 tensor=b".
     """
     program = list(plan.programs[rank])
@@ -63,20 +63,20 @@ def edited(plan: Plan, rank: int, edit: str) -> Plan:
 
 
 def refusal(plan: Plan, *device: str) -> str:
-    """What ``verify`` says against ``plan``, which it refuses."""
+    """The message with which ``verify`` refuses ``plan``."""
     with pytest.raises(PlanError) as caught:
         verify(plan, device=device or None)
     return str(caught.value)
 
 
 def rows(table: str) -> list[list[str]]:
-    """The fields of each line, which ``|`` separates; "#" begins a comment."""
+    """The fields of each line, separated by ``|``. "#" begins a comment."""
     lines = [line for line in table.strip().splitlines() if not line.startswith("#")]
     return [[field.strip() for field in line.split("|")] for line in lines]
 
 
 def index_of(program: Sequence[Instruction], text: str) -> int:
-    """Where the instruction that prints as ``text`` stands."""
+    """The index of the instruction whose text is ``text``."""
     return [str(at) for at in program].index(text)
 
 

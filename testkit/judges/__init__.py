@@ -1,1 +1,1 @@
-"""Judges that use nothing of the package: one of plans, one of logs of calls to streams."""
+"""Two checkers that use nothing of the package: one of plans, and one of logs of calls to streams."""

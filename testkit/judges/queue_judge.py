@@ -1,14 +1,15 @@
-"""A judge of plans that knows nothing of the package: it reads one as JSON and runs it on GPUs with one hardware queue
-each (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
+"""A checker of plans that uses nothing of the package. It reads a plan as JSON, and runs it on GPUs with one hardware
+queue each (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
 
-What a rank issues enters its queue in order. A transfer leaves it when the one before on its communicator is over, and
-is over when its peer's has left; a wait leaves it when what it waits for is over; compute always does. A batch is one
-operation. What is not at the end of its queue then waits forever.
+The commands of a rank enter its queue in order. A transfer leaves the queue when the one before it on its communicator
+is over. It is over when its peer's transfer has left too. A wait leaves when the operation for which it waits is over.
+Compute always leaves. A batch is one operation. Commands that remain in a queue at the end wait forever.
 
-In two further modes instructions also wait until everything that their rank has posted is over, as a first launch of a
-kernel does: with ``operations`` all that a rank computes or synchronises, with ``instructions`` every instruction.
+In two further modes instructions also wait until everything that their rank has posted is over, as the first launch of
+a kernel does. With ``operations`` these are compute and synchronisation, with ``instructions`` all instructions.
 
-As a script: ``python queue_judge.py PLAN.json [operations | instructions]``; exit status 1 and a line for each fault.
+As a script: ``python queue_judge.py PLAN.json [operations | instructions]``. It prints a line for each fault, and then
+exits with 1.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ OPERATIONS, INSTRUCTIONS = "operations", "instructions"
 
 
 class Operation:
-    """What a rank posts as one: transfers, or a part in a collective. ``open``: of these, how many are not over."""
+    """An operation that a rank posts: transfers, or its part of a collective. ``open``: how many of them are not
+    over."""
 
     def __init__(self, rank: int, members: list[Json], communicator: Key) -> None:
         self.rank, self.members, self.communicator = rank, members, communicator
@@ -34,7 +36,8 @@ class Operation:
 
 
 class Judge:
-    """``waiting``: what also waits for all that its rank has posted: OPERATIONS, INSTRUCTIONS, or nothing ("")."""
+    """Runs a plan. ``waiting``: which instructions also wait for all that their rank has posted: OPERATIONS,
+    INSTRUCTIONS or none ("")."""
 
     def __init__(self, plan: Json, waiting: str = "") -> None:
         if waiting not in ("", OPERATIONS, INSTRUCTIONS):
@@ -45,21 +48,22 @@ class Judge:
         self.posted: list[dict[Key, Operation]] = [{} for _ in self.programs]
         self.unfinished: list[list[Operation]] = [[] for _ in self.programs]
         self.last: dict[Key, Operation] = {}  # by rank and communicator
-        self.begun: defaultdict[Key, deque[tuple[Operation, Json]]] = defaultdict(deque)  # ends without their peer
+        # Ends that have not met their peer.
+        self.begun: defaultdict[Key, deque[tuple[Operation, Json]]] = defaultdict(deque)
         self.faults: list[str] = []
 
     def judge(self) -> list[str]:
-        """Faults in words; none where the plan runs to its end."""
+        """The faults as texts; empty if the plan runs to its end."""
         while any(self._advance(rank) for rank in range(self.ranks)):
-            """Until no queue moves."""
+            """Runs until no queue moves."""
         self.faults += [f"rank {rank} hangs at {_text(left[0])}" for rank, left in enumerate(self.programs) if left]
         self.faults += [
-            f"nobody takes {_text(one)} of rank {at.rank}" for ends in self.begun.values() for at, one in ends
+            f"no rank meets {_text(one)} of rank {at.rank}" for ends in self.begun.values() for at, one in ends
         ]
         return self.faults
 
     def _advance(self, rank: int) -> bool:
-        """Whether something has left the queue of ``rank``."""
+        """Advance the queue of ``rank``. Returns whether a command has left it."""
         queue, before = self.programs[rank], len(self.programs[rank])
         while queue and self._leaves(rank, queue[0]):
             queue.popleft()
@@ -110,7 +114,7 @@ class Judge:
         return True
 
     def _match(self, operation: Operation, at: Json) -> None:
-        """Both ends of a communicator's direction meet in the order in which they begin."""
+        """Match the two ends of a direction of a communicator, in the order in which they begin."""
         is_send = at["op"].startswith("SEND")
         source, target = (operation.rank, at["peer"]) if is_send else (at["peer"], operation.rank)
         here, there = ((operation.communicator, source, target, side) for side in (is_send, not is_send))
@@ -127,7 +131,7 @@ class Judge:
             self.faults.append(f"{_text(send)} of rank {source} is received as {_text(receive)}")
 
     def _gather(self, operation: Operation, at: Json) -> None:
-        """A collective is over when every rank has begun its part."""
+        """End a collective if every rank has begun its part."""
         parts = self.begun["collective", _key({**at, "stage": None})]
         parts.append((operation, at))
         if len(parts) == self.ranks:
@@ -137,7 +141,7 @@ class Judge:
 
 
 def _flat(program: list[Json]) -> Iterator[Json]:
-    """The halves of a pair are issued one after the other."""
+    """The instructions, with the two halves of a pair one after the other, as they are issued."""
     for at in program:
         yield from at["members"] if at["op"] == "PAIR" else [at]
 

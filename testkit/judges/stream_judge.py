@@ -1,16 +1,15 @@
-"""A checker of stream races that knows nothing of the package under test: it reads a log of calls and judges.
+"""A checker of stream races that uses nothing of the package under test. It reads a log of calls, and reports faults.
 
     python stream_judge.py CALLS.jsonl
 
-The format is that of ``testkit/streams/call_log.py``. What happens before what is reachability in a graph:
-its nodes are what streams run, its edges the order of each stream, what the host had waited for when it issued a
-command, events, and the matches of transfers. Judged are
+The format is that of ``testkit/streams/call_log.py``. One operation happens before another if the second can be reached
+from the first in a graph. The nodes are the streams' operations. The edges are the order of each stream, the waits of
+the host before it issued a command, events, and the matches of transfers. The checker reports
 
-* two accesses to the same bytes, one of them a write, where neither can be reached from the other;
-* memory that was given back and may still be in use when something is allocated for its stream, which may get it;
-* what no program can do: use memory that it does not have, have two things in one place, wait for what was never
-  recorded, give back twice;
-* devices that wait for each other forever.
+* two accesses to the same bytes, one of them a write, if neither can be reached from the other; * freed memory that may
+still be in use at the next allocation for its stream, which may get it; * impossible calls: uses of memory that is not
+allocated, two allocations at one place, waits for events that were never recorded, memory that is freed twice; *
+devices that wait for each other forever.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ Place = tuple[int, int]  # rank, address
 
 
 class Access(NamedTuple):
-    """``start``, ``stop``: addresses; ``first``, ``last``: the nodes between which it happens; for memory that is given
-    back both are a node that only what may still use it comes before."""
+    """An access. ``start``, ``stop``: addresses. ``first``, ``last``: the nodes between which it happens. For a free
+    both are one node, which comes only after operations that may still use the memory."""
 
     start: int
     stop: int
@@ -41,23 +40,23 @@ class Access(NamedTuple):
 
 
 class Judge:
-    """``judge`` takes the records of a log in order, and returns the faults in words."""
+    """``judge`` takes the records of a log in order, and returns the faults as texts."""
 
     def __init__(self) -> None:
-        self.before: list[list[int]] = []  # by node: those right before it
+        self.before: list[list[int]] = []  # by node: the nodes right before it
         self.last: dict[int, int] = {}  # by stream
         self.rank_of: dict[int, int] = {}  # by stream
         self.name_of: dict[int, str] = {}  # by stream
         self.host_of: dict[int, int] = {}  # by rank
         self.events: dict[int, int] = {}  # by event: the node that ends it
         self.begun: dict[int, int] = {}  # by event of a post: the node that begins it
-        self.read: dict[int, int] = {}  # by event of a post that is alone: the node by which a send has read its bytes
-        self.missing: dict[int, int] = {}  # by event of a post: matches to come
+        self.read: dict[int, int] = {}  # by event of a single post: the node at which a send has read its bytes
+        self.missing: dict[int, int] = {}  # by event of a post: matches that are still missing
         self.ranges: defaultdict[int, list[str]] = defaultdict(list)  # by rank
         self.live: dict[Place, tuple[int, int]] = {}  # end of the memory, stream that it was allocated for
         self.starts: defaultdict[int, list[int]] = defaultdict(list)  # by rank: addresses of ``live``, sorted
         self.users: defaultdict[Place, set[int]] = defaultdict(set)  # streams named by record_stream
-        # By stream: what was given back since the last allocation for it, with the nodes that its memory stays for.
+        # By stream: memory that was freed since the last allocation for it, with the nodes for which it is kept.
         self.given_back: defaultdict[int, list[tuple[Place, int, str, list[int | None]]]] = defaultdict(list)
         self.uses: defaultdict[Place, list[Access]] = defaultdict(list)
         self.faults: list[str] = []
@@ -73,10 +72,10 @@ class Judge:
                 self._compare(rank, uses, reached)
         return list(dict.fromkeys(self.faults))
 
-    # -- what happens before what ----------------------------------------------------------------------------------
+    # -- the order of operations -----------------------------------------------------------------------------------
 
     def _reached(self) -> list[int] | None:
-        """By node: the nodes that happen before it and its own, as bits. None where there is a circle."""
+        """By node: the bits of itself and of all nodes before it. None if the graph has a cycle."""
         after: list[list[int]] = [[] for _ in self.before]
         left = [len(nodes) for nodes in self.before]
         for node, nodes in enumerate(self.before):
@@ -97,7 +96,7 @@ class Judge:
         return len(self.before) - 1
 
     def _issue(self, stream: int, *before: int | None) -> int:
-        """The next node of ``stream``."""
+        """Add the next node of ``stream``. Returns its number."""
         host = self.host_of[self.rank_of[stream]]
         self.last[stream] = self._node(self.last.get(stream), self.last.get(host), *before)
         return self.last[stream]
@@ -108,7 +107,8 @@ class Judge:
         return f" in {self.ranges[rank][-1]}" if self.ranges[rank] else ""
 
     def _use(self, record: Record, first: int, read: int, last: int) -> None:
-        """``first``, ``last``: the nodes between which it is; by ``read`` it has read what it reads."""
+        """Record the accesses of an operation between the nodes ``first`` and ``last``. At ``read`` it has done its
+        reads."""
         rank = self.rank_of[record["stream"]]
         words = f"{record['what']}{self._where(rank)} ({self.name_of[record['stream']]})"
         for writes, places in enumerate((record["reads"], record["writes"])):
@@ -122,7 +122,7 @@ class Judge:
                     self.uses[place].append(Access(start, start + size, bool(writes), first, over, words))
 
     def _compare(self, rank: int, uses: list[Access], reached: list[int]) -> None:
-        """``uses`` are those of one place, in the order of issue."""
+        """Compare ``uses``, the accesses to one place in the order of issue."""
         kept: list[Access] = []
         for use in uses:
             rest = []
@@ -131,17 +131,17 @@ class Judge:
                 overlap = one.start < use.stop and use.start < one.stop and (one.writes or use.writes)
                 if overlap and not in_order and not reached[one.first] >> use.last & 1:
                     self.faults.append(f"rank {rank}: {one.words} and {use.words} use the same memory in no order")
-                # What comes later is compared with a write that comes after it and is all over it.
+                # A later write covers this access and comes after it, so later accesses are compared with that write.
                 covered = use.start <= one.start and one.stop <= use.stop and use.writes and not use.gives_back
                 if not (in_order and covered):
                     rest.append(one)
             kept = rest if use.gives_back else [*rest, use]
 
-    # -- by what a record does -------------------------------------------------------------------------------------
+    # -- by kind of record -----------------------------------------------------------------------------------------
 
     def _format(self, record: Record) -> None:
         if (record["name"], record["version"]) != ("calls of virtual devices", 1):
-            raise ValueError(f"this is no log of calls, or of another version: {record}")
+            raise ValueError(f"this is not a log of calls, or one of another version: {record}")
 
     def _stream(self, record: Record) -> None:
         self.rank_of[record["stream"]], self.name_of[record["stream"]] = record["rank"], record["name"]
@@ -178,7 +178,7 @@ class Judge:
         stop, stream = self.live.pop(place)
         self.starts[rank].remove(start)
         users = [self.last.get(one) for one in self.users.pop(place, ())]
-        if stream != self.host_of[rank]:  # pinned memory stays until its copies are over
+        if stream != self.host_of[rank]:  # pinned memory is kept until its copies are over
             words = f"the next owner of what was given back{self._where(rank)}"
             self.given_back[stream].append((place, stop, words, users))
 
@@ -213,7 +213,7 @@ class Judge:
 
 
 def faults_in(path: Path) -> list[str]:
-    """Of the log at ``path``."""
+    """The faults in the log at ``path``."""
     with open(path) as file:
         return Judge().judge(json.loads(line) for line in file)
 

@@ -1,7 +1,7 @@
-"""A race checker for streams: the real engine on CPU tensors, on devices that keep the books of what a GPU may do in
-another order. See ``docs/streams.md``.
+"""A race checker for streams. It runs the real engine on CPU tensors, on virtual devices that record what a GPU may do
+in another order. See ``docs/streams.md``.
 
-``check_streams`` runs a step and reports its races. Below it: ``StreamNetwork`` (devices and transfers) and
+``check_streams`` runs a step and reports its races. It uses ``StreamNetwork`` (devices and transfers) and
 ``virtual_cuda`` (``torch.cuda`` for threads that are ranks).
 """
 

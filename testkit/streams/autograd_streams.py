@@ -1,10 +1,11 @@
-"""On which streams autograd runs, and what it waits for, as torch's engine has it (``engine.cpp`` and
-``input_buffer.cpp`` in ``torch/csrc/autograd``); a CPU does nothing of this.
+"""The streams on which autograd runs, and its waits, by the rules of torch's engine (``engine.cpp`` and
+``input_buffer.cpp`` in ``torch/csrc/autograd``). On a CPU torch has no such rules.
 
-The backward of an operation runs on the stream that was current in its forward. AccumulateGrad, which a parameter has
-for as long as a graph holds it, runs where the first of these graphs was made (pytorch#137483). A node waits for what
-gave it a gradient, the caller's stream among it, and for nothing else; gradients are added up on the stream of who
-takes them. At the end the caller's stream waits for that of each leaf, and of no other node.
+The backward of an operation runs on the stream that was current in its forward. A parameter's AccumulateGrad lives as
+long as a graph holds it, and runs on the stream where the first of these graphs was made (pytorch#137483). A node waits
+for the streams that gave it a gradient, also for the caller's stream, and for no other. Gradients are added up on the
+stream of the node that takes them. At the end the caller's stream waits for the stream of each leaf, and of no other
+node.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from testkit.streams.timelines import Clock, Lane, Transfer
 
 Gradient = torch.Tensor | None
-_STREAM = "megatron_pp: stream"  # key of a node's ``metadata``, which lasts as long as the node
+_STREAM = "megatron_pp: stream"  # key in a node's ``metadata``, which lives as long as the node
 
 
 class _Event(NamedTuple):
-    """What a stream waits for: ``number`` is that of the log."""
+    """A recorded event for which a stream waits. ``number``: its number in the log."""
 
     clock: Clock
     pending: Iterable[Transfer]
@@ -38,10 +39,10 @@ class _Event(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """The engine adds up two gradients on ``lane`` next."""
+    """The engine's next operation adds up two gradients on ``lane``."""
 
     lane: Lane
-    operands: tuple[_Event | None, _Event | None]  # None: of the same stream
+    operands: tuple[_Event | None, _Event | None]  # None: both gradients are of the same stream
 
     def begin(self) -> None:
         for operand in self.operands:
@@ -51,8 +52,8 @@ class _Sum(NamedTuple):
 
 @dataclass
 class _Task:
-    """A run of the engine. ``lanes``: of its nodes; ``ready``: when their gradients are, by place; ``node``: the one
-    that runs; ``leaves``: streams of nodes that gave no gradient further."""
+    """A run of the engine. ``lanes``: the streams of its nodes. ``ready``: by node and place, when a gradient is ready.
+    ``node``: the running node. ``leaves``: the streams of nodes that passed no gradient on."""
 
     caller: Lane
     lanes: dict[Any, Lane]
@@ -64,8 +65,8 @@ class _Task:
 
 
 class NodeStreams:
-    """The current stream of a rank, in and out of backwards. ``record``: ``Tensor.record_stream``; ``is_on_host``:
-    whether a tensor is no concern of streams."""
+    """The current stream of a rank, within and outside of backwards. ``record``: ``Tensor.record_stream``.
+    ``is_on_host``: whether a tensor is in host memory, so that streams do not matter."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class NodeStreams:
         self._current = stream
 
     def of_next_operation(self) -> Lane:
-        """Where the operation goes that is about to be issued."""
+        """The stream of the operation that is issued next."""
         stream = self.current()
         if self._tasks and self._tasks[-1].sums:
             following = self._tasks[-1].sums.popleft()
@@ -184,7 +185,7 @@ class NodeStreams:
     def _capture(self, task: _Task, wanted: Sequence[Any]) -> None:
         for node in wanted:
             if node in task.lanes:
-                if node in task.ready:  # it did not run
+                if node in task.ready:  # the node did not run
                     self._enter(task, node)
                 task.leaves[task.lanes[node]] = None
 

@@ -1,13 +1,13 @@
-"""What the hosts of virtual devices asked of them, call by call, for readers that know nothing of this package.
+"""A log of the calls from hosts to virtual devices, for readers that use nothing of this package.
 
-A file (``CallLog.write``) has one JSON object a line. Each rank has a host and streams, which are numbered together
-over all ranks; a host counts as a stream, whose operations the host runs itself. What a rank issues stands in the order
-of issue. A stream runs in that order too, and each command after the last wait or operation of its rank's host before
-it. Nothing else is in order but for events. ``do`` says what a line is:
+A file (``CallLog.write``) has one JSON object in each line. Each rank has a host and streams, which are numbered
+together over all ranks. A host counts as a stream, whose operations the host runs itself. Commands of a rank are in the
+order of issue. A stream runs its commands in that order, and each of them after the last earlier wait or operation of
+its rank's host. All other order is by events. ``do`` is the kind of a line:
 
 ``format``    the first line. ``name``: FORMAT; ``version``: 1
 ``stream``    a new one. ``rank``, ``stream``: its number, ``name``, ``host``: whether it is the host of the rank
-``begin``     ``rank`` enters a range called ``name``: an instruction of the engine, or an NVTX range of the user
+``begin``     ``rank`` enters the range ``name``: an instruction of the engine, or an NVTX range of the user
 ``end``       ``rank`` leaves the range that it entered last
 ``allocate``  ``rank`` has ``bytes`` at ``address`` for what runs on ``stream`` next. Each rank has addresses of its own
 ``free``      ``rank`` gives the memory at ``address`` back: the next allocation for the same stream may have it at once
@@ -36,18 +36,19 @@ _ALIGNED = 512
 
 
 class CallLog:
-    """The records of one network, in memory. ``keeps``: False drops all."""
+    """The records of one network, in memory. With ``keeps`` False it drops all records."""
 
     def __init__(self, keeps: bool = True) -> None:
         self.keeps = keeps
         self.records: list[dict[str, Any]] = [{"do": "format", "name": FORMAT, "version": VERSION}]
-        self._open: dict[int, dict[str, Any]] = {}  # by rank: a launch or post, before which it may still allocate
+        # By rank: a launch or post that is not issued yet; allocations may still come before it.
+        self._open: dict[int, dict[str, Any]] = {}
         self._addresses: dict[Any, int] = {}
-        self._used: defaultdict[int, int] = defaultdict(lambda: _ALIGNED)  # by rank: the first address that is new
+        self._used: defaultdict[int, int] = defaultdict(lambda: _ALIGNED)  # by rank: the first unused address
         self._events: Iterator[int] = itertools.count(1)
 
     def write(self, path: Path) -> None:
-        """To the file ``path``; see above."""
+        """Write the records to the file ``path``, in the format above."""
         with open(path, "w") as file:
             file.writelines(f"{json.dumps(record)}\n" for record in self.records)
 
@@ -63,7 +64,7 @@ class CallLog:
         self._add(do="end", rank=rank)
 
     def allocate(self, rank: int, block: Any, nbytes: int, stream: int) -> None:
-        """``block``: the memory, one object for as long as it keeps its address."""
+        """Record an allocation. ``block`` is the memory: the same object as long as it has this address."""
         if self.keeps:
             if block not in self._addresses:
                 self._addresses[block] = self._used[rank]
@@ -80,23 +81,24 @@ class CallLog:
             self._add(do="record_stream", rank=rank, address=self._addresses[block], stream=stream)
 
     def launch(self, rank: int, stream: int, what: str) -> None:
-        """Until ``issued``: ``access`` says what it uses, and what is added meanwhile comes before it."""
+        """Begin a launch, which ``issued`` ends. In between ``access`` adds the memory that it uses, and other records
+        come before it."""
         if self.keeps:
             self._open[rank] = {"do": "launch", "stream": stream, "what": what, "reads": [], "writes": []}
 
     def access(self, rank: int, block: Any, start: int, stop: int, writes: bool) -> None:
-        """What ``rank`` launches or posts uses the bytes ``start`` to ``stop`` of ``block``."""
+        """Add that the launch or post of ``rank`` uses the bytes ``start`` to ``stop`` of ``block``."""
         if self.keeps:
             place = [self._addresses[block] + start, stop - start]
             self._open[rank]["writes" if writes else "reads"].append(place)
 
     def issued(self, rank: int) -> None:
-        """What ``rank`` launches or posts is on its stream."""
+        """End the launch or post of ``rank``: it is on its stream."""
         if self.keeps:
             self.records.append(self._open.pop(rank))
 
     def record(self, stream: int) -> int:
-        """The number of the event."""
+        """Record an event on ``stream``. Returns its number."""
         event = next(self._events)
         self._add(do="record", stream=stream, event=event)
         return event
@@ -105,7 +107,7 @@ class CallLog:
         self._add(do="wait", stream=stream, event=event)
 
     def post(self, rank: int, stream: int, after: int, what: str, ends: int) -> int:
-        """As ``launch``. Returns the number of the event."""
+        """Begin a post, as ``launch`` does. Returns the number of its event."""
         self.launch(rank, stream, what)
         event = next(self._events)
         if self.keeps:
@@ -113,7 +115,7 @@ class CallLog:
         return event
 
     def match(self, send: int, receive: int, ranks: tuple[int, int], nbytes: int, buffered: bool) -> None:
-        """``ranks``: source and target."""
+        """Record that a send meets a receive. ``ranks``: source and target."""
         source, target = ranks
         ends = {"send": send, "receive": receive, "source": source, "target": target}
         self._add(do="match", **ends, bytes=nbytes, buffered=buffered)

@@ -1,13 +1,13 @@
-"""CUDA graphs on virtual devices: what is captured runs as it is issued, and a replay is one operation.
+"""CUDA graphs on virtual devices. Captured operations run when they are issued, and a replay is one operation.
 
-While a stream is captured, calls that ask the device or wait for it are errors, and end the capture: in the thread that
-captures, in others too where the mode is ``global`` (torch's default), unless these have said that they are relaxed;
-for events that were recorded in the capture, in every thread (cudaStreamBeginCapture and
+While a stream is captured, calls that query the device or wait for it are errors, and end the capture. This holds for
+the thread that captures. If the mode is ``global`` (torch's default), it also holds for other threads, unless they are
+in the relaxed mode. For events that were recorded in the capture it holds for every thread (cudaStreamBeginCapture and
 cudaThreadExchangeStreamCaptureMode in the reference of CUDA's runtime).
 
-What a capture allocates comes from the pool of its graph. A replay uses these addresses again, whatever has been given
-them since: memory goes from one graph to the graphs that are captured later, so those of one pool have to be replayed
-in the order of capture (torch.cuda.graph; Megatron's ``_CudagraphGlobalRecord``).
+A capture allocates from the pool of its graph. A replay uses the same addresses again, even if another graph has them
+now: memory goes from one graph to graphs that are captured later. So the graphs of one pool must be replayed in the
+order of capture (torch.cuda.graph; Megatron's ``_CudagraphGlobalRecord``).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CUDAGraph:
         device.captured = self._uses
 
     def capture_end(self) -> None:
-        """Raises RuntimeError where a call in between was not allowed."""
+        """End the capture. Raises RuntimeError if a call during the capture was not allowed."""
         _device().captured = None
         self._ends.close()
         process = _process()
@@ -63,8 +63,8 @@ class CUDAGraph:
 
 
 def give_back(tensor: torch.Tensor) -> None:
-    """Graphs that are captured later may have the memory of ``tensor``, though those that know its address go on to use
-    it, as with Transformer Engine's ``make_weak_ref``."""
+    """Let graphs that are captured later have the memory of ``tensor``. Graphs that know its address still use it, as
+    with Transformer Engine's ``make_weak_ref``."""
     _device().give_back(tensor)
 
 
@@ -81,6 +81,6 @@ def _process() -> HostProcess:
 
 
 def is_capturing() -> bool:
-    """Whether the current stream of this thread is captured."""
+    """Whether the current stream of this thread is being captured."""
     process = this_process()
     return process is not None and process.is_capturing()

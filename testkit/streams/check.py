@@ -18,13 +18,13 @@ from testkit.streams.rules import DeviceRules
 
 @dataclass(frozen=True)
 class StreamReport:
-    """What the ranks did.
+    """The result of a checked run.
 
-    races       rank by rank, in the order in which they were met; one for each pair of places
-    overwritten what graphs that share memory took from each other
-    operations  that the hosts issued to streams
-    reused      allocations that got memory of an earlier tensor
-    results     what ``rank_main`` returned, by rank
+    races       rank by rank, in the order in which they were found; one for each pair of places
+    overwritten memory that graphs of one pool have overwritten for each other
+    operations  number of operations that the hosts issued to streams
+    reused      number of allocations that got memory of an earlier tensor
+    results     results of ``rank_main``, by rank
     """
 
     races: list[StreamRace]
@@ -64,9 +64,9 @@ def check_streams(
     """Run ``rank_main(communicator)`` in a thread per rank, each the host of a virtual CUDA device, and look for races.
 
     ``rank_main`` builds the model chunks of ``communicator.rank`` and calls the schedule function with
-    ``p2p_communicator=communicator``. ``config``: with Megatron's field names; the communicators are made from it.
+    ``p2p_communicator=communicator``. ``config`` has Megatron's field names; the communicators are made from it.
     ``seed``, ``record_streams``, ``rules``, ``log``: see ``StreamNetwork``. Raises the first exception of any rank, and
-    RuntimeError where the devices wait for each other forever, or are not done after ``timeout`` seconds."""
+    RuntimeError if the devices wait for each other forever, or are not done after ``timeout`` seconds."""
     one_way = StepSettings.from_config(config).one_way
     network = StreamNetwork(pipeline_size, one_way, seed=seed, record_streams=record_streams, rules=rules, log=log)
 

@@ -1,8 +1,8 @@
 """``torch.cuda`` for ranks that are threads: streams, events and queries of a virtual device.
 
-``virtual_cuda`` replaces names in ``torch.cuda`` for as long as it is open. In the threads of ranks they answer for the
-rank's device; in all other threads, such as the fault guard's, for one that is always idle. Those that a rank started
-belong to its process (``host_process.py``).
+Within ``virtual_cuda`` names in ``torch.cuda`` are replaced. In the threads of ranks they use the rank's device. In all
+other threads, such as the fault guard's, they use a device that is always idle. Threads that a rank has started belong
+to its process (``host_process.py``).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from testkit.streams.recorder import PassingMode
 from testkit.streams.runtime_library import EVENTS, VERSION, Library
 from testkit.streams.timelines import Clock, Lane, Transfer
 
-_OPEN = threading.Lock()  # torch.cuda is one for the process
+_OPEN = threading.Lock()  # the process has only one torch.cuda
 _NVTX = "MEGATRON_PP_NVTX"
 _MOST_DEVICES = 64
-_apply: Any = vars(torch.autograd.Function)["apply"]  # a classmethod; from torch 2.15 on one written in C
+_apply: Any = vars(torch.autograd.Function)["apply"]  # a classmethod; from torch 2.15 on it is written in C
 _applied = getattr(_apply, "__func__", _apply)
 
 
 def _here() -> VirtualDevice:
     device = current_device()
     if device is None:
-        raise RuntimeError("this thread is no rank of the virtual device")
+        raise RuntimeError("this thread is not a rank of a virtual device")
     return device
 
 
@@ -97,7 +97,7 @@ class Stream:
 
 
 class Event:
-    """``torch.cuda.Event``. An operation that the rank has issued takes a microsecond, ``_sleep`` what it says."""
+    """``torch.cuda.Event``. Each issued operation takes a microsecond, and ``_sleep`` its own time."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **more: Any) -> None:
         self._device = _here()
@@ -120,13 +120,14 @@ class Event:
         lane.wait_for(self._clock, self._pending, self._number)
 
     def query(self, keeps_lock: bool = True) -> bool:
-        """``keeps_lock``: Python's interpreter lock, as torch's does."""
+        """Whether the event is over. ``keeps_lock``: whether the call keeps Python's interpreter lock, as torch's
+        does."""
         process = this_process()
         if process is not None:
             process.queries(keeps_lock, self._was_captured)
         if not all(work.finished for work in self._pending):
             return False
-        if current_device() is self._device:  # not for another thread, such as the fault guard's
+        if current_device() is self._device:  # does not hold in another thread, such as the fault guard's
             self._device.host.learn(self._clock, self._number)
         return True
 
@@ -135,7 +136,7 @@ class Event:
         self._device.host.learn(self._clock, self._number)
 
     def elapsed_time(self, other: Event) -> float:
-        """Milliseconds, as torch's."""
+        """The milliseconds between two events."""
         return other._time - self._time
 
 
@@ -157,7 +158,7 @@ def _on_stream(chosen: Stream | None) -> AbstractContextManager[Any]:
 
 
 def _sleep(cycles: int) -> None:
-    """At one gigahertz."""
+    """Sleep on the device, at one gigahertz."""
     here = _here()
     here.stream_step("_sleep")
     here.log.issued(here.rank)
@@ -213,7 +214,7 @@ def _constant(value: Any) -> Callable[..., Any]:
 
 
 class _Engine:
-    """``torch.autograd``'s, whose backwards keep to the streams of their rank's device."""
+    """``torch.autograd``'s engine, whose backwards use the streams of their rank's device."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -231,7 +232,8 @@ class _Engine:
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> Any:
-        """torch leaves its function modes while it handles a call, ``backward`` too: what runs inside is back in it."""
+        """Run a backward in the rank's function mode. torch leaves its function modes while it handles a call, also
+        ``backward``."""
         here = current_device()
         args = tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
         if here is None:
@@ -244,7 +246,7 @@ class _Engine:
 
 @classmethod  # type: ignore[misc]
 def _apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.Function.apply``, which no mode sees."""
+    """``torch.autograd.Function.apply``, which bypasses function modes."""
     result = _applied(cls, *args, **kwargs)
     here = current_device()
     if here is not None:
@@ -281,7 +283,7 @@ _REPLACED: dict[str, Any] = {
     "_sleep": _sleep,
     "default_generators": (torch.default_generator,) * _MOST_DEVICES,
 }
-_OF_ANY_ACCELERATOR = {  # torch.accelerator, by what torch.cuda calls the same
+_OF_ANY_ACCELERATOR = {  # names of torch.accelerator -> the same functions of torch.cuda
     **{name: name for name in ("is_available", "device_count", "current_stream", "set_stream", "synchronize")},
     **{name: name for name in ("empty_cache", "memory_allocated", "memory_reserved", "max_memory_allocated")},
     **{name: name for name in ("max_memory_reserved", "reset_peak_memory_stats")},
@@ -293,7 +295,7 @@ _REPLACED_NVTX = SimpleNamespace(rangePushA=_range_push, rangePop=_range_pop, ma
 
 @contextmanager
 def replaced(places: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """For each (place, name, replacement): the place has the replacement under that name while this is open."""
+    """A context in which each place has the replacement under the name, for each (place, name, replacement)."""
     with ExitStack() as meanwhile:
         for place, name, new in places:
             meanwhile.enter_context(patch.object(place, name, new, create=True))
@@ -302,18 +304,18 @@ def replaced(places: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def virtual_cuda() -> Iterator[None]:
-    """``torch.cuda`` is virtual. The engine names its instructions by NVTX ranges (MEGATRON_PP_NVTX), which reports
-    quote. One at a time in a process."""
+    """A context in which ``torch.cuda`` is virtual. The engine names its instructions by NVTX ranges
+    (MEGATRON_PP_NVTX), which reports quote. A process has at most one at a time."""
     places: list[tuple[Any, str, Any]] = [(torch.cuda, name, new) for name, new in _REPLACED.items()]
     places += [(torch.accelerator, name, _REPLACED[same]) for name, same in _OF_ANY_ACCELERATOR.items()]
     places += [(torch.accelerator, "current_accelerator", _constant(torch.device("cuda")))]
     places += [(torch.cuda.nvtx, "_nvtx", _REPLACED_NVTX)]
-    places += [(torch, "set_default_device", _nothing)]  # all new tensors lie on the device as it is
+    places += [(torch, "set_default_device", _nothing)]  # all new tensors are on the device anyway
     places += [(torch.cuda.nccl, "version", _constant((0, 0, 0))), (torch.version, "cuda", VERSION)]
     places += [(ctypes, "CDLL", Library), (threading.Thread, "start", start_thread)]
     places += [(torch.cuda.random, name, _REPLACED[name]) for name in ("current_device", "device_count")]
     places += [(torch.Tensor, "record_stream", _record_stream), (torch.autograd.Function, "apply", _apply_function)]
     places += [(Variable, "_execution_engine", _Engine(Variable._execution_engine))]
-    importlib.import_module("torch._dynamo")  # torch imports it late, and it wants the real torch.cuda then
+    importlib.import_module("torch._dynamo")  # torch imports it late, and it needs the real torch.cuda
     with _OPEN, replaced(places), patch.dict(os.environ, {_NVTX: "1"}), PassingMode():
         yield

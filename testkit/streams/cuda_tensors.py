@@ -1,8 +1,8 @@
-"""Tensors of a CPU that say that they lie on a CUDA device.
+"""CPU tensors that report a CUDA device.
 
-In a rank's thread every tensor lies on the virtual device, but for those that were put on the CPU by name
-(``device="cpu"``, ``.cpu()``, pinned memory). A TorchFunctionMode answers ``tensor.device`` so, takes ``cuda`` as a
-device wherever torch takes one, and makes a copy where a tensor goes from one to the other.
+In a rank's thread every tensor is on the virtual device, except tensors that were put on the CPU by name
+(``device="cpu"``, ``.cpu()``, pinned memory). A TorchFunctionMode answers ``tensor.device`` accordingly, accepts
+``cuda`` wherever torch accepts a device, and makes a copy when a tensor moves between host and device.
 """
 
 from typing import Any
@@ -21,7 +21,8 @@ _TO_HOST = {"tolist", "numpy"}  # need the values
 
 
 class CudaTensors(TorchFunctionMode):
-    """``target``: where the call that runs puts its result, "cpu" or "cuda"; empty where it was not said."""
+    """The function mode of one rank. ``target``: where the running call puts its result, "cpu" or "cuda"; empty if the
+    call does not say."""
 
     def __init__(self, device: VirtualDevice) -> None:
         super().__init__()
@@ -29,7 +30,7 @@ class CudaTensors(TorchFunctionMode):
         self.target = ""
         self._special = {name: getattr(self, f"_{name}") for name in ("to", "cuda", "cpu", "get_device", "type")}
         self._special["pin_memory"] = self._pinned
-        self._plain: set[Any] = set()  # functions that have been called, and are of no kind of their own
+        self._plain: set[Any] = set()  # functions that have been called, and need no special treatment
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_plain = not kwargs and func in self._plain
@@ -61,7 +62,7 @@ class CudaTensors(TorchFunctionMode):
         return self._call(func, *args, **kwargs)
 
     def _call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """``func`` on CPU tensors, with the device that it was given taken note of."""
+        """Call ``func`` on CPU tensors, and record the device that it was given."""
         if not kwargs:
             return func(*args)
         before, given = self.target, kwargs.get("device")
@@ -73,13 +74,13 @@ class CudaTensors(TorchFunctionMode):
             kwargs["device"] = CPU
         try:
             result = func(*args, **kwargs)
-            if self.target == "cpu" and func is torch.tensor:  # no operation that the recorder sees makes it
+            if self.target == "cpu" and func is torch.tensor:  # the recorder sees no operation that makes it
                 self.device.keep_on_host(result.untyped_storage())
             return result
         finally:
             self.target = before
 
-    # -- functions of their own kind ----------------------------------------------------------------------------------
+    # -- functions with special treatment -----------------------------------------------------------------------------
 
     def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         target, rest = kwargs.get("device"), list(args)
@@ -126,18 +127,19 @@ class CudaTensors(TorchFunctionMode):
     # -- for the recorder ------------------------------------------------------------------------------------------
 
     def puts_on_host(self, given: list[torch.Tensor]) -> bool:
-        """Whether the result of an operation on ``given`` lies in host memory."""
+        """Whether the result of an operation on ``given`` is in host memory."""
         return self.target == "cpu" if self.target else bool(given) and all(map(self.device.is_host_memory, given))
 
     def is_blocking_copy(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Whether the host waits for ``copy_``: one between host and device that is not ``non_blocking``."""
+        """Whether this is a ``copy_`` for which the host waits: one between host and device that is not
+        ``non_blocking``."""
         if name != "copy_" or (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
             return False
         return self.device.is_host_memory(args[0]) != self.device.is_host_memory(args[1])
 
 
 def _kind(device: Any) -> str:
-    """``cuda`` or ``cpu``; a number counts CUDA devices. That a tensor is put there is a call of CUDA."""
+    """``cuda`` or ``cpu``. A number is a CUDA device. Putting a tensor on a CUDA device counts as a call of CUDA."""
     kind = "cuda" if isinstance(device, int) else torch.device(device).type
     if kind == "cuda":
         calls_cuda("a tensor", device)

@@ -1,6 +1,6 @@
-"""The virtual device of one rank: its host, streams, events and memory, and who runs on it.
+"""The virtual device of one rank: its host, streams, events and memory.
 
-What a rank does runs at once, on the CPU; the device keeps the books of what a GPU may do in another order.
+A rank's operations run at once, on the CPU. The device records which of them a GPU may run in another order.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from testkit.streams.memory import (
 from testkit.streams.rules import DeviceRules
 from testkit.streams.timelines import Host, Lane, Timeline, join
 
-_POOLED = 32  # streams that torch makes per priority; then they come round
+_POOLED = 32  # streams that torch makes for each priority; after that it gives them out again
 
-_here = threading.local()  # device: of the rank that this thread runs; quiet: whether nothing is recorded
+_here = threading.local()  # device: that of this thread's rank; quiet: whether nothing is recorded
 
 
 def current_device() -> VirtualDevice | None:
-    """The device of the rank that runs in this thread; None in other threads."""
+    """The device of the rank that runs in this thread, None in other threads."""
     return getattr(_here, "device", None)
 
 
 @contextmanager
 def running_on(device: VirtualDevice) -> Iterator[None]:
-    """This thread is the host of ``device``."""
+    """A context in which this thread is the host of ``device``."""
     _here.device = device
     try:
         with device.process.main_thread():
@@ -56,7 +56,7 @@ def running_on(device: VirtualDevice) -> Iterator[None]:
 
 
 def _captured() -> Callable[[], AbstractContextManager[None]]:
-    """torch's device threads have chosen their device."""
+    """Carries this thread's device to its autograd thread, as torch's device threads have chosen their device."""
     device = current_device()
     return nullcontext if device is None else partial(running_on, device)
 
@@ -66,7 +66,7 @@ carry(_captured)
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """What this thread does is part of the simulation, not of the program."""
+    """A context in which this thread's operations belong to the simulation, not to the program."""
     before = is_quiet()
     _here.quiet = True
     try:
@@ -77,7 +77,7 @@ def unrecorded() -> Iterator[None]:
 
 @contextmanager
 def simulating() -> Iterator[None]:
-    """The same, and no mode sees it either: the device, not the program, handles tensors here."""
+    """``unrecorded``, and without function modes: in this context the device handles tensors, not the program."""
     with unrecorded(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         yield
 
@@ -87,8 +87,8 @@ def is_quiet() -> bool:
 
 
 class Network(Protocol):
-    """What connects the devices. ``timelines`` numbers those of all devices; ``log`` takes what hosts ask of them;
-    ``num_devices`` are in the machine; with ``looks_for_races`` devices note who uses which memory."""
+    """What connects the devices. ``timelines`` numbers the timelines of all devices. ``log`` records the hosts' calls.
+    ``num_devices``: how many the machine has. With ``looks_for_races`` devices record the uses of memory."""
 
     timelines: Iterator[int]
     log: CallLog
@@ -111,23 +111,23 @@ class VirtualDevice:
         self.host.before_command = queues.issue
         self.default = Lane(next(network.timelines), "default stream", self.host)
         self.nodes = NodeStreams(self.default, self.record_stream, self.is_host_memory)
-        self.tensors: AbstractContextManager[Any] | None = None  # the mode in which this rank's thread runs
+        self.tensors: AbstractContextManager[Any] | None = None  # the function mode of this rank's thread
         self.allocator = CachingAllocator(limit=network.rules.memory)
-        self.ranges: list[str] = []  # open NVTX ranges: the engine's instruction is one
+        self.ranges: list[str] = []  # open NVTX ranges; the engine's instruction is one of them
         self.races: dict[tuple[str, ...], StreamRace] = {}
         self.overwritten: dict[tuple[str, ...], Overwritten] = {}
-        self.captured: list[Use] | None = None  # by the graph that is being captured
+        self.captured: list[Use] | None = None  # used by the graph that is being captured
         self.operations = 0
-        self.kernels: set[Kernel] = set()  # that are loaded
+        self.kernels: set[Kernel] = set()  # loaded kernels
         self.slept = 0.0  # milliseconds in ``torch.cuda._sleep``
         self._pools: dict[bool, list[Lane]] = {False: [], True: []}
         self._turns = {False: itertools.count(), True: itertools.count()}
         self._blocks: dict[int, Block] = {}  # by address of the storage
-        self._given_back: dict[int, int] = {}  # the same of graphs' tensors that have no memory of their own: the owner
+        self._given_back: dict[int, int] = {}  # storages of graphs that have no memory of their own -> the owner
         self._graph_pools: dict[Any, CachingAllocator] = {}
-        self._pool = self.allocator  # that serves an allocation
+        self._pool = self.allocator  # the pool that serves allocations
         self._host_blocks: set[int] = set()
-        self._storages: dict[int, weakref.ref[Any]] = {}  # that call back when they are gone
+        self._storages: dict[int, weakref.ref[Any]] = {}  # storages that call back when they are freed
 
     @property
     def place(self) -> torch.device:
@@ -136,7 +136,7 @@ class VirtualDevice:
     # -- streams -------------------------------------------------------------------------------------------------
 
     def pooled_stream(self, high_priority: bool = False) -> Lane:
-        """The next of torch's streams, from which NCCL's communicators take theirs, too."""
+        """The next of torch's pooled streams. NCCL's communicators also get their streams here."""
         at, pool = next(self._turns[high_priority]) % _POOLED, self._pools[high_priority]
         if at == len(pool):
             name = f"{'high-priority ' if high_priority else ''}stream {at + 1}"
@@ -149,7 +149,7 @@ class VirtualDevice:
 
     @property
     def stream(self) -> Lane:
-        """The current one; within a backward, that of the node."""
+        """The current stream. Within a backward it is the stream of the running node."""
         return self.nodes.current()
 
     def block(self, ready: Callable[[], bool], what: str) -> None:
@@ -169,7 +169,7 @@ class VirtualDevice:
         return stream
 
     def launches(self, kernel: Kernel | None) -> None:
-        """The host launches ``kernel``, which is loaded if it is the first time."""
+        """The host launches ``kernel``. The first launch loads the kernel."""
         if kernel is None or kernel in self.kernels or not self.network.rules.first_launches:
             return
         self.kernels.add(kernel)
@@ -177,20 +177,20 @@ class VirtualDevice:
             self.wait_until_idle(f"the first launch of {kernel.operation}")
 
     def wait_until_idle(self, what: str) -> None:
-        """A call of CUDA waits, under the context's lock, for all that this process has issued. The program may not
-        count on the order."""
+        """A call of CUDA waits, under the context's lock, for all that this process has issued. The program must not
+        rely on this order."""
         with self.process.holds_context():
             pending = set().union(*(lane.unfinished() for lane in self.lanes))
             self.block(lambda: all(work.finished for work in pending), what)
 
     def host_step(self, what: str) -> Timeline:
-        """The host works on its own memory."""
+        """The host does an operation on its own memory."""
         self.host.work()
         self.log.launch(self.rank, self.host.number, what)
         return self.host
 
     def synchronize(self, lanes: list[Lane], what: str) -> None:
-        """The host waits for all that was issued on ``lanes``."""
+        """The host waits for all operations issued on ``lanes``."""
         pending = set().union(*(lane.unfinished() for lane in lanes))
         self.block(lambda: all(work.finished for work in pending), what)
         for lane in lanes:
@@ -204,7 +204,7 @@ class VirtualDevice:
         return bool(self._host_blocks) and tensor.untyped_storage()._cdata in self._host_blocks
 
     def keep_on_host(self, storage: Any) -> None:
-        """``storage`` is new and lies in host memory."""
+        """Record that the new ``storage`` is in host memory."""
         key = storage._cdata
         if key not in self._blocks and key not in self._host_blocks:
             self._host_blocks.add(key)
@@ -213,7 +213,7 @@ class VirtualDevice:
             self._storages[key] = weakref.ref(storage, lambda gone: self._forget_host(key))
 
     def block_of(self, storage: Any) -> Block:
-        """The block under ``storage``; one that is not known yet is allocated on the current stream."""
+        """The block of ``storage``. If the storage is new, the block is allocated on the current stream."""
         key = storage._cdata
         block = self._blocks.get(key)
         if block is None:
@@ -228,9 +228,9 @@ class VirtualDevice:
         return block
 
     def _give_cached_memory_back(self, wanted: int) -> None:
-        """As ``release_cached_blocks`` of torch's allocator: it waits for the events of freed blocks that
-        ``record_stream`` marked, then gives what is cached back by ``cudaFree``, which waits until the device is idle.
-        Raises OutOfMemoryError where ``wanted`` bytes are not free then."""
+        """Return cached blocks to the device, as ``release_cached_blocks`` of torch's allocator does. It waits for the
+        events of freed blocks that ``record_stream`` marked, then calls ``cudaFree`` for cached blocks, which waits
+        until the device is idle. Raises OutOfMemoryError if ``wanted`` bytes are still not free."""
         allocator = self.allocator
         with self.process.holds_context():
             self.block(allocator.events_are_over, "the events of blocks that record_stream marked")
@@ -241,7 +241,7 @@ class VirtualDevice:
             raise torch.OutOfMemoryError(f"rank {self.rank}: {wanted} bytes of {allocator.limit} are not free")
 
     def access(self, tensor: torch.Tensor, kind: str, lane: Timeline, what: str) -> None:
-        """The operation that was just issued on ``lane`` reads or writes ``tensor``."""
+        """Record that the last operation on ``lane`` reads or writes ``tensor``. ``kind`` says which."""
         count = tensor.numel()
         if not count or not self.network.looks_for_races:
             return
@@ -258,7 +258,7 @@ class VirtualDevice:
             self.captured.append(use)
 
     def use(self, use: Use, lane: Timeline, what: str) -> None:
-        """The operation that was just issued on ``lane`` does ``use``."""
+        """Record that the last operation on ``lane`` does ``use``."""
         block, owner, kind, start, stop = use
         self.log.access(self.rank, block, start, stop, kind == WRITE)
         access = self._step(kind, what, lane, owner)
@@ -284,7 +284,7 @@ class VirtualDevice:
 
     @contextmanager
     def allocating(self, pool: Any) -> Iterator[None]:
-        """Memory comes from the ``pool`` of graphs."""
+        """A context in which memory comes from ``pool``, a pool of graphs."""
         before, self._pool = self._pool, self._graph_pools.setdefault(pool, CachingAllocator(of_graphs=True))
         try:
             yield
@@ -292,7 +292,8 @@ class VirtualDevice:
             self._pool = before
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """The pool may give the memory of ``tensor`` to graphs that are captured next; the tensor keeps its address."""
+        """Let the pool give the memory of ``tensor`` to graphs that are captured later. The tensor keeps its
+        address."""
         key = tensor.untyped_storage()._cdata
         block = self._blocks[key]
         self._given_back[key] = block.owner
@@ -300,7 +301,7 @@ class VirtualDevice:
         block.pool.free(block, self._step(FREE, "the host", self.host, block.owner), lambda: True)
 
     def _free(self, key: int) -> None:
-        """The storage at ``key`` is gone; called in the thread that dropped it."""
+        """Called when the storage ``key`` is freed, in the thread that has dropped it."""
         block = self._blocks.pop(key)
         del self._storages[key]
         assert block.pool is not None

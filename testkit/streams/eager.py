@@ -1,6 +1,6 @@
-"""Small sends that end before their receive is posted: their bytes wait in NCCL's buffers (nccl#544).
+"""Small sends that end before their receive is posted, because their bytes wait in NCCL's buffers (nccl#544).
 
-Whoever has waited for such a send knows nothing of the receiver.
+A wait for such a send says nothing about the receiver.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Buffered(End):
 
 
 def buffered(end: End, window: Window) -> Buffered:
-    """What ``end`` sends from ``window``; NaN where that memory was freed."""
+    """The bytes that ``end`` sends from ``window``; NaN if that memory was freed."""
     sent = window.look()
     content = torch.full(window.shape, poison_of(window.dtype), dtype=window.dtype) if sent is None else sent.clone()
     return Buffered(content, end.direction, True, end.work)

@@ -1,12 +1,12 @@
-"""What the streams of one device share: hardware queues, and room for kernels.
+"""Hardware that the streams of one device share: queues, and multiprocessors for kernels.
 
-Commands of streams in one hardware queue begin in the order of issue, so one that waits for its stream holds up those
-behind it. CUDA_DEVICE_MAX_CONNECTIONS says how many queues there are, 1 to 32 (CUDA C++ programming guide, environment
-variables); which streams share one nobody says, so a seed does.
+Commands in one hardware queue begin in the order of issue. So a command that waits for its stream blocks the commands
+behind it. CUDA_DEVICE_MAX_CONNECTIONS is the number of queues, 1 to 32 (CUDA C++ programming guide, environment
+variables). It is not documented which streams share a queue, so a seed chooses.
 
-A kernel of NCCL takes multiprocessors of its own (nccl#689), all that its communicator may use, from when its stream
-has come to it until its peer has answered. Kernels that wait for peers can so keep each other, and compute, from
-beginning (NCCL user guide, "Using multiple NCCL communicators concurrently"; nccl#195, nccl#522).
+A kernel of NCCL occupies multiprocessors (nccl#689), as many as its communicator may use, from its start on the stream
+until its peer has answered. So kernels that wait for peers can keep each other, and compute, from starting (NCCL user
+guide, "Using multiple NCCL communicators concurrently"; nccl#195, nccl#522).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from testkit.streams.timelines import Clock, Lane, Transfer
 
 
 class HardwareQueues:
-    """``count``: of one device; 0: every stream has its own. ``seed``: streams take turns at them in the order of their
-    first use where it is 0, else they are drawn."""
+    """The queues of the devices. ``count``: queues of one device; 0: every stream has its own. ``seed`` 0 gives streams
+    the queues in turn, in the order of their first use; another seed draws them."""
 
     def __init__(self, count: int, seed: int = 0) -> None:
         self._count = count
         self._rng = random.Random(seed) if seed else None
         self._of: dict[Lane, int] = {}
-        self._heads: dict[int, set[Transfer]] = {}  # by queue: what has to finish before what is issued there begins
+        self._heads: dict[int, set[Transfer]] = {}  # by queue: operations that must begin before the next one there
 
     def issue(self, lane: Lane) -> None:
-        """The host issues a command to ``lane``: all before it in its queue begins first."""
+        """The host issues a command to ``lane``. All earlier commands in its queue begin first."""
         if not self._count:
             return
         number = self._of.get(lane)
@@ -41,7 +41,8 @@ class HardwareQueues:
 
 
 class Kernel:
-    """An operation of ``device``'s stream ``lane`` that is no transfer: it begins where there is room, and is over."""
+    """An operation on the stream ``lane`` of ``device`` that is not a transfer. It begins if there is room, and is then
+    over."""
 
     thread_blocks = 1
     left = 0
@@ -56,8 +57,8 @@ class Kernel:
 
 
 def begin(works: Sequence[Any], multiprocessors: int) -> bool:
-    """Begin those of ``works``, what is unfinished on one device, in the order of issue, that can: their streams have
-    come to them, and there is room. Returns whether any has begun."""
+    """Begin those of ``works`` that can begin: their streams have reached them, and there is room. ``works`` are the
+    unfinished operations of one device, in the order of issue. Returns whether any has begun."""
     free = multiprocessors - sum(work.thread_blocks for work in works if work.has_begun)
     any_began = False
     for work in works:

@@ -1,13 +1,14 @@
-"""The Python process of a rank: its threads, the device that each has chosen, and the interpreter lock they share.
+"""The Python process of a rank: its threads, the current device of each, and their interpreter lock.
 
-A thread that has chosen no device is on device 0, whatever its process computes on, and any CUDA call there makes a
-context: 534 MiB on an H100 (torchcomms#777, torchcomms#4105). A query of an event can block as long as another thread
-of the process waits for the device (pytorch#130844); ``torch.cuda.Event.query`` keeps the interpreter lock meanwhile
-(torch/csrc/cuda/Event.cpp), so all Python threads of the process stop, and a call through ctypes does not.
+A thread that has chosen no device is on device 0, whatever device its process uses. Any CUDA call there makes a
+context, which takes 534 MiB on an H100 (torchcomms#777, torchcomms#4105). A query of an event can block while another
+thread of the process waits for the device (pytorch#130844). ``torch.cuda.Event.query`` keeps the interpreter lock
+during that time (torch/csrc/cuda/Event.cpp), so all Python threads of the process stop. A call through ctypes does not
+keep it.
 
-A launch that loads its kernel, and a call that gives memory back, wait for the device under the lock of its context:
-calls of the other threads wait for this lock, event queries and aborts among them (torchcomms#2334). NCCL's abort sets
-a flag that ends its kernels before it calls CUDA, so on a GPU it may get through; not measured.
+A launch that loads its kernel, and a call that returns memory, wait for the device under the lock of its context. Calls
+of other threads wait for this lock, also event queries and aborts (torchcomms#2334). NCCL's abort sets a flag that ends
+its kernels before it calls CUDA. So on a GPU an abort may succeed; this was not measured.
 
 A thread belongs to the process of the thread that starts it.
 """
@@ -26,7 +27,7 @@ import torch
 _PACKAGE, _SIMULATION = "megatron_pp.", "megatron_pp.testing."
 _start_of_threading = threading.Thread.start
 
-_here = threading.local()  # process: that this thread belongs to; chosen: index of its current device
+_here = threading.local()  # process: that of this thread; chosen: index of its current device
 
 
 def this_process() -> HostProcess | None:
@@ -34,12 +35,12 @@ def this_process() -> HostProcess | None:
 
 
 def chosen_device() -> int:
-    """The index of this thread's current device, as ``cudaGetDevice``."""
+    """The index of this thread's current device, as by ``cudaGetDevice``."""
     return getattr(_here, "chosen", 0)
 
 
 class Capture:
-    """Of a stream, by this thread; ``mode``: "global", "thread_local" or "relaxed"."""
+    """The capture of a stream by a thread. ``mode``: "global", "thread_local" or "relaxed"."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
@@ -47,22 +48,23 @@ class Capture:
         self.broken_by = ""
 
     def forbids(self) -> bool:
-        """Whether this thread may not ask the device, nor wait for it."""
+        """Whether this thread may neither query the device nor wait for it."""
         if self.thread == threading.get_ident():
             return self.mode != "relaxed"
         return self.mode == "global" and not getattr(_here, "relaxed", False)
 
 
 class HostProcess:
-    """``index``: of the device that its main thread has chosen. ``queries_block``: whether a query of an event blocks
-    while a thread of the process waits for the device. ``context_lock``: whether calls wait for ``holds_context``."""
+    """The process of one rank. ``index``: that of its main thread's device. ``queries_block``: whether a query of an
+    event blocks while a thread of the process waits for the device. ``context_lock``: whether calls wait while another
+    thread is in ``holds_context``."""
 
     def __init__(self, index: int, queries_block: bool = False, context_lock: bool = True) -> None:
         self.index = index
         self.queries_block = queries_block
         self.context_lock = context_lock
         self.capture: Capture | None = None
-        self.contexts: dict[int, str] = {}  # on other devices, by index: what made it
+        self.contexts: dict[int, str] = {}  # contexts on other devices, by index: the call that made it
         self._gate = threading.Condition()
         self._waiting = 0  # threads that wait for the device
         self._keeper: int | None = None  # the thread that waits in a call that keeps the interpreter lock
@@ -70,7 +72,7 @@ class HostProcess:
 
     @contextmanager
     def main_thread(self) -> Iterator[None]:
-        """This thread is the process's main one, and has chosen its device."""
+        """A context in which this thread is the process's main thread, and has chosen its device."""
         _here.process, _here.chosen = self, self.index
         try:
             yield
@@ -78,14 +80,15 @@ class HostProcess:
             _here.process, _here.chosen = None, 0
 
     def choose(self, index: int, is_main: bool) -> None:
-        """``cudaSetDevice`` in this thread; makes a context from CUDA 12 on."""
+        """``cudaSetDevice`` in this thread. From CUDA 12 on it makes a context."""
         if is_main:
             self.index = index
         _here.chosen = index
         self.calls("cudaSetDevice")
 
     def calls(self, what: str, index: int | None = None) -> None:
-        """This thread calls CUDA: on its current device, or on the one of this ``index``. Returns when it may."""
+        """Called when this thread calls CUDA on its current device, or on device ``index``. Returns when the call may
+        run."""
         self._note_context(what, index)
         self.waits_for_context()
 
@@ -102,15 +105,15 @@ class HostProcess:
         return self.capture is not None and self.capture.thread == threading.get_ident()
 
     def asks(self, what: str, was_captured: bool = False) -> None:
-        """This thread asks the device, or waits for it; ``was_captured``: for an event that was recorded in a capture.
-        Raises RuntimeError where that is not allowed, and ends the capture."""
+        """Called when this thread queries the device or waits for it. ``was_captured``: whether for an event that was
+        recorded in a capture. If a capture forbids the call, it ends the capture and raises RuntimeError."""
         capture = self.capture
         if was_captured or (capture is not None and capture.forbids()):
             if capture is not None:
                 capture.broken_by = capture.broken_by or f"{what} in thread {threading.current_thread().name!r}"
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
 
-    # -- who waits for whom ----------------------------------------------------------------------------------------
+    # -- waits of threads ------------------------------------------------------------------------------------------
 
     @contextmanager
     def waits_for_device(self) -> Iterator[None]:
@@ -125,7 +128,7 @@ class HostProcess:
 
     @contextmanager
     def holds_context(self) -> Iterator[None]:
-        """This thread is in a call that waits for the device under the lock of its context."""
+        """A context in which this thread is in a call that waits for the device under the lock of its context."""
         if not self.context_lock:
             yield
             return
@@ -140,7 +143,7 @@ class HostProcess:
                 self._gate.notify_all()
 
     def waits_for_context(self) -> None:
-        """This thread calls CUDA: returns when no other thread holds the context's lock."""
+        """Called when this thread calls CUDA. Returns when no other thread holds the context's lock."""
         if self._is_locked_out():
             with self._gate:
                 self._gate.wait_for(lambda: not self._is_locked_out())
@@ -152,7 +155,7 @@ class HostProcess:
         return self._is_locked_out() or (self.queries_block and self._waiting > 0)
 
     def queries(self, keeps_lock: bool, was_captured: bool) -> None:
-        """This thread asks the device for an event: returns when the driver answers."""
+        """Called when this thread queries an event. Returns when the driver answers."""
         self._note_context("cudaEventQuery", None)
         self.asks("cudaEventQuery", was_captured)
         if not self._holds_up_queries():
@@ -165,7 +168,8 @@ class HostProcess:
             self._gate.notify_all()
 
     def _run_until_stopped(self, frame: FrameType, event: str, argument: Any) -> None:
-        """A trace function of the process's threads: at a call in the package, wait for the interpreter lock."""
+        """The trace function of the process's threads. At each call in the package it waits for the interpreter
+        lock."""
         name = frame.f_globals.get("__name__", "")
         if self._keeper is None or not name.startswith(_PACKAGE) or name.startswith(_SIMULATION):
             return
@@ -173,7 +177,7 @@ class HostProcess:
             self._gate.wait_for(lambda: self._keeper in (None, threading.get_ident()))
 
     def run_thread(self, run: Callable[[], object]) -> None:
-        """``run`` in a thread of this process."""
+        """Call ``run`` in a thread of this process."""
         _here.process = self
         _here.relaxed = False
         if self.queries_block:
@@ -191,7 +195,7 @@ def relax(is_relaxed: bool) -> None:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """``Thread.start``: the new thread belongs to the process of this one."""
+    """Replaces ``Thread.start``. The new thread belongs to the process of this one."""
     process = this_process()
     if process is not None:
         run = thread.run
@@ -200,7 +204,8 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def calls_cuda(what: str, device: Any = None) -> None:
-    """This thread calls CUDA for ``device``: a torch.device, its name or index; None or without index: the current."""
+    """Called when this thread calls CUDA for ``device``: a torch.device, its name or index. None, or no index: the
+    current one."""
     process = this_process()
     if process is not None:
         process.calls(what, device if device is None or isinstance(device, int) else torch.device(device).index)

@@ -1,10 +1,10 @@
-"""Kernels that a device has loaded. CUDA loads the module of a kernel at its first launch, and waits for that until the
-device is idle: for all that the process has issued, receives that wait for their peers among it (measured on an H200:
+"""Kernels that a device has loaded. CUDA loads a kernel's module at its first launch, and first waits until the device
+is idle: for all that the process has issued, also for receives that wait for their peers (measured on an H200:
 ``docs/data/gpu_waits.csv``).
 
-A kernel is told by the operation and the dtypes that it works on, one of a matrix product by its shapes as well, as
-cuBLAS has kernels for sizes. Operations in place, of filling and of copying have the kernel of their kind. Copies of a
-block of memory as it is, and allocations, launch no kernel.
+The operation and its dtypes decide the kernel. For a matrix product the shapes decide too, because cuBLAS has kernels
+for sizes. In-place operations, fills and copies have the kernel of their kind. Allocations, and copies of a block of
+memory without a conversion, launch no kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "linear"}
 
 
 class Kernel(NamedTuple):
-    """One that is loaded by itself."""
+    """A kernel that is loaded by itself."""
 
     operation: str
     dtypes: tuple[torch.dtype, ...]
@@ -31,8 +31,8 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(operation: str, tensors: Sequence[torch.Tensor], crosses: bool) -> Kernel | None:
-    """What the operation launches on ``tensors``, which it reads, writes and makes; None where that is no kernel.
-    ``crosses``: some of them lie in host memory."""
+    """The kernel that the operation launches on ``tensors``, which it reads, writes and makes. None if it launches no
+    kernel. ``crosses``: whether some of them are in host memory."""
     if operation in _ALLOCATIONS or operation in _TO_HOST:
         return None
     dtypes = tuple(dict.fromkeys(tensor.dtype for tensor in tensors))

@@ -1,7 +1,7 @@
-"""Blocks of device memory: who read and wrote which bytes, and which two accesses have no order.
+"""Blocks of device memory. They record reads and writes of bytes, and find accesses that have no order.
 
-A block outlives its owners: memory that was freed and given to another tensor keeps its history, so that an access by
-the new owner is compared with those of the old one.
+A block outlives its owners. Memory that was freed and given to another tensor keeps its history, so that accesses by
+the new owner are compared with those of the old one.
 """
 
 import math
@@ -19,10 +19,10 @@ class Access(NamedTuple):
     """One step of a timeline that uses a block.
 
     kind         READ, WRITE or FREE
-    what         the operation: a name of ATen, or ``send to rank 1``
-    instruction  the engine's, as it prints; empty outside of a step
-    tick         of ``timeline``
-    owner        counts the tensors that have had the block, one after the other
+    what         the operation: its name in ATen, or ``send to rank 1``
+    instruction  the engine's instruction as text; empty outside of a step
+    tick         step number of ``timeline``
+    owner        number of the tensor that has the block, counted from its first one
     """
 
     kind: str
@@ -42,9 +42,9 @@ class Access(NamedTuple):
 
 
 class StreamRace(NamedTuple):
-    """Two accesses to the same bytes, at least one of them a write, that no stream, event or host puts in order.
+    """Two accesses to the same bytes, at least one of them a write, without an order by a stream, event or host.
 
-    freed   where the memory changed hands between the two: when it was freed; then ``second`` is a reuse
+    freed   the free of the memory between the two accesses, if there was one; then ``second`` is a reuse
     nbytes  size of the block
     """
 
@@ -64,8 +64,8 @@ class StreamRace(NamedTuple):
 
 
 class Overwritten(NamedTuple):
-    """A tensor in the memory of CUDA graphs is read after another one was written there: graphs that share a pool were
-    replayed in another order than they were captured in."""
+    """A tensor in the memory of CUDA graphs is read after another tensor was written there. Graphs that share a pool
+    were replayed in another order than that of their capture."""
 
     write: Access
     read: Access
@@ -93,10 +93,11 @@ class Block:
     def __init__(self, number: int, nbytes: int, home: Timeline, pool: "CachingAllocator | None" = None) -> None:
         self.number, self.nbytes, self.home, self.pool = number, nbytes, home, pool
         self.owner = 0
-        self.content: Access | None = None  # of graphs' memory: the last write
+        self.content: Access | None = None  # for memory of graphs: the last write
         self.freed: Access | None = None  # the last time
         self.recorded: set[Timeline] = set()  # streams named by record_stream
-        self.is_shared = False  # whether another timeline than ``home`` has used it since it was last in order
+        # Whether another timeline than ``home`` has used it since all its accesses were last in order.
+        self.is_shared = False
         self._spans: list[_Span] = []
 
     @property
@@ -104,13 +105,14 @@ class Block:
         return self.pool is not None and self.pool.of_graphs
 
     def unordered(self, clock: Clock) -> list[Access]:
-        """The accesses so far that have not happened before ``clock``."""
+        """The recorded accesses that have not happened before ``clock``."""
         if not self.is_shared:
             return []
         return [a for span in self._spans for a in span.accesses() if not a.is_before(clock)]
 
     def use(self, access: Access, start: int, stop: int, clock: Clock) -> list[StreamRace]:
-        """``access`` to bytes ``start`` to ``stop``, by a timeline whose clock is ``clock``. Returns its races."""
+        """Record ``access`` to the bytes ``start`` to ``stop``, by a timeline with clock ``clock``. Returns its
+        races."""
         races: list[StreamRace] = []
         kept: list[_Span] = []
         same: _Span | None = None
@@ -122,7 +124,7 @@ class Block:
                 if writes:
                     races += [self._race(one, access) for one in span.reads.values() if not one.is_before(clock)]
                 if writes and start <= span.start and span.stop <= stop:
-                    continue  # all that comes later is compared with this write
+                    continue  # later accesses are compared with this write
             if span.start == start and span.stop == stop:
                 same = span
             kept.append(span)
@@ -138,7 +140,8 @@ class Block:
         return races
 
     def follow(self, access: Access) -> Overwritten | None:
-        """Of graphs' memory, whose tensors have it again at each replay: what ``access`` finds in place of its own."""
+        """For memory of graphs, whose tensors have it again at each replay: the other tensor that ``access`` finds
+        there, or None."""
         if access.kind == WRITE:
             self.content = access
         elif self.content is not None and self.content.owner != access.owner:
@@ -150,7 +153,7 @@ class Block:
 
 
 class Use(NamedTuple):
-    """Of bytes ``start`` to ``stop`` of a block, by the tensor that is its ``owner``-th."""
+    """A use of the bytes ``start`` to ``stop`` of a block, by its ``owner``-th tensor."""
 
     block: Block
     owner: int
@@ -159,7 +162,7 @@ class Use(NamedTuple):
     stop: int
 
 
-_UNIT = 512  # bytes; sizes are rounded up to it
+_UNIT = 512  # bytes to which sizes are rounded up
 
 
 def _rounded(nbytes: int) -> int:
@@ -167,16 +170,17 @@ def _rounded(nbytes: int) -> int:
 
 
 class CachingAllocator:
-    """The memory of one device: a stream-ordered caching allocator, as PyTorch's. Blocks of a stream's pool lie in the
-    order in which they were freed.
+    """The memory of one device: a stream-ordered caching allocator like PyTorch's. The blocks of a stream's pool are in
+    the order in which they were freed.
 
-    Freed memory returns at once to the pool of the stream that it was allocated on, though that stream and others may
-    not have come so far; a later allocation on that stream gets it without waiting. Streams named by ``record_stream``
-    are the exception: the block returns when the allocator, at an allocation, finds that their work is done. Of all
-    blocks that PyTorch's might give (it splits larger ones), this one gives the most dangerous.
+    Freed memory returns at once to the pool of the stream on which it was allocated, even if this and other streams
+    have not finished their work on it. A later allocation on that stream gets it without waiting. ``record_stream`` is
+    the exception: the block returns when the allocator finds, at an allocation, that the work of the named streams is
+    done. Among the blocks that PyTorch's allocator might give (it splits larger ones), this allocator gives the most
+    dangerous one.
 
-    ``of_graphs``: a pool of CUDA graphs, whose replays use the addresses of the capture for ever. ``limit``: bytes that
-    the device has; 0: without end."""
+    ``of_graphs``: whether it is a pool of CUDA graphs, whose replays always use the addresses of the capture.
+    ``limit``: bytes of the device; 0: unlimited."""
 
     def __init__(self, of_graphs: bool = False, limit: int = 0) -> None:
         self.of_graphs = of_graphs
@@ -184,12 +188,13 @@ class CachingAllocator:
         self.reserved = 0  # bytes of all blocks, in use and cached
         self.reused = 0
         self._pools: defaultdict[Timeline, list[Block]] = defaultdict(list)
-        # Freed blocks that wait for streams named by record_stream; whether their work is done, as of then.
+        # Freed blocks that wait for streams named by record_stream, with a function that says whether their work at
+        # that time is done.
         self._returning: list[tuple[Block, Callable[[], bool]]] = []
         self._made = 0
 
     def allocate(self, nbytes: int, stream: Timeline, clock: Callable[[], Clock]) -> Block:
-        """A block for ``nbytes`` on ``stream``. ``clock()``: what has happened before its next step."""
+        """A block for ``nbytes`` on ``stream``. ``clock()``: the clock of the stream's next step."""
         self._process_returning()
         size, pool = _rounded(nbytes), self._pools[stream]
         fitting = [block for block in pool if block.nbytes >= size]
@@ -201,7 +206,7 @@ class CachingAllocator:
         chosen = next((block for block in fitting if block.unordered(now)), None)
         if chosen is None:
             chosen = min(fitting, key=lambda block: (block.nbytes, block.number))
-            chosen.is_shared = False  # all that was done to it has happened before
+            chosen.is_shared = False  # all accesses to it have happened before
         pool.remove(chosen)
         self.reused += 1
         chosen.owner += 1
@@ -217,7 +222,7 @@ class CachingAllocator:
         return self.reserved + size <= self.limit or any(block.nbytes >= size for block in self._pools[stream])
 
     def events_are_over(self) -> bool:
-        """Of the freed blocks that wait for streams named by record_stream."""
+        """Whether the work is done for which freed blocks wait because of record_stream."""
         self._process_returning()
         return not self._returning
 
@@ -225,12 +230,12 @@ class CachingAllocator:
         return any(self._pools.values())
 
     def drop_cached_blocks(self) -> None:
-        """Their memory is the device's again."""
+        """Return the memory of cached blocks to the device."""
         self.reserved -= sum(block.nbytes for pool in self._pools.values() for block in pool)
         self._pools.clear()
 
     def free(self, block: Block, access: Access, done: Callable[[], bool]) -> None:
-        """``block`` is given back. ``done()``: is all work over that the streams of ``block.recorded`` have now?"""
+        """Free ``block``. ``done()``: whether all present work of the streams in ``block.recorded`` is over."""
         block.freed = access
         if block.recorded:
             self._returning.append((block, done))

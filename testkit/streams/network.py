@@ -1,12 +1,12 @@
 """Point-to-point transfers between virtual devices, with NCCL's stream semantics.
 
 Posting makes the communicator's stream wait for the current one. The operations of a communicator run in posting order,
-a batch as one; a match joins both ranks. ``wait`` makes the current stream wait, not the host; ``is_completed`` asks
-whether the device is done. A transfer keeps nothing alive, as a DMA engine does.
+and a batch is one operation. A matched transfer orders both ranks. ``wait`` makes the current stream wait, not the
+host. ``is_completed`` queries whether the device is done. A transfer keeps nothing alive, like a DMA engine.
 
-The bytes are copied when both ends are at the head of their queues. A program that waits for a transfer goes on to use
-its bytes, so the thread of the rank stops in ``wait`` until they are there, though a real host would not; where the
-bytes are not looked at (``run_ahead``), it does not stop.
+The bytes are copied when both ends are at the head of their queues. After a wait the program uses the bytes, so the
+thread of the rank stops in ``wait`` until they are there, although a real host would continue. With ``run_ahead``
+nothing reads the bytes, and the thread does not stop.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from testkit.streams.timelines import Clock, Lane, Transfer, join
 from testkit.streams.waiting import OwnConditions, on_one_core
 
 NO_MORE_RULES = DeviceRules()
-_HASTE = (0.0, 0.5, 1.0)  # how likely polling finds what the host does not know yet, by seed
+# By seed: the probability that polling finds a transfer done that the host cannot know to be done.
+_HASTE = (0.0, 0.5, 1.0)
 
 
 class StreamWork(MemoryWork):
-    """One posted operation. ``needs``: what has to finish before it starts; ``end``: what has happened before what
-    comes after it, once it has met its peers."""
+    """One posted operation. ``needs``: transfers that must finish before it starts. ``end``: the clock after it, once
+    it has met its peers."""
 
     def __init__(
         self, network: StreamNetwork, device: VirtualDevice, queue: Queue, ends: list[End], lane: Lane
@@ -61,18 +62,18 @@ class StreamWork(MemoryWork):
 
 
 class StreamNetwork(WindowNetwork):
-    """``size`` virtual devices and what connects them.
+    """``size`` virtual devices and their connections.
 
-    seed            schedules the ranks, one at a time, so that a run repeats exactly. With one divisible by three,
-                    polling finds a transfer done as late as possible, else earlier. None: the ranks run freely, for the
-                    fault guard and its store
-    record_streams  posting calls ``record_stream`` on what it sends or receives, as ProcessGroupNCCL does
-    run_ahead       the host never waits for a transfer: data that has not arrived is NaN. Races are not looked for
-    rules           further ones of the devices
-    held            asked whether a transfer that could finish on the device does not; call ``progress`` when that
-                    changes
-    log             takes what the ranks ask of their devices
-    looks_for_races  False: who uses which memory is not noted
+    seed            schedules the ranks, one at a time, so that a run repeats exactly. If it is divisible by three,
+                    polling finds a transfer done as late as possible, otherwise earlier. None: the ranks run freely,
+                    for the fault guard and its store
+    record_streams  posting calls ``record_stream`` on the tensors that it sends or receives, as ProcessGroupNCCL does
+    run_ahead       the host never waits for a transfer: data that has not arrived is NaN. Races are not checked
+    rules           further rules of the devices
+    held            a function that says whether a transfer that could finish does not; call ``progress`` when its
+                    answer changes
+    log             records the calls of the ranks to their devices
+    looks_for_races  False: uses of memory are not recorded
     """
 
     def __init__(
@@ -103,12 +104,12 @@ class StreamNetwork(WindowNetwork):
         self.devices = [VirtualDevice(rank, self, queues[rank]) for rank in range(size)]
         self._lanes: dict[Queue, Lane] = {}
         self._done: dict[Queue, Clock] = {}
-        self._unfinished: list[Any] = []  # in the order of issue: transfers, and kernels where room is limited
+        self._unfinished: list[Any] = []  # transfers in the order of issue, and with limited room also kernels
 
     @contextmanager
     def running(self, rank: int) -> Iterator[None]:
-        """This thread is the host of rank ``rank``. Raises RuntimeError at the end where a thread of its process has
-        made a context on another device."""
+        """A context in which this thread is the host of ``rank``. At its end it raises RuntimeError if a thread of the
+        process has made a context on another device."""
         device = self.devices[rank]
         books = recording(device, checks=not self.run_ahead)
         with on_one_core(), running_on(device), books, super().running(rank):
@@ -123,7 +124,8 @@ class StreamNetwork(WindowNetwork):
     def post(
         self, rank: int, queue: Queue, ends: list[End], high_priority: bool = False, thread_blocks: int = 0
     ) -> StreamWork:
-        """``thread_blocks``: what it takes of the device; 0: as the rules say."""
+        """Post sends and receives as one operation. ``thread_blocks``: the number that it occupies; 0: that of the
+        rules."""
         self.devices[rank].process.waits_for_context()
         with self.changed, simulating():
             device = self.devices[rank]
@@ -153,14 +155,15 @@ class StreamNetwork(WindowNetwork):
         device = work.device
         if not self.run_ahead:
             self.block(device.rank, lambda: work.left == 0 or work.finished, work.what)
-        if timeout is not None:  # ProcessGroupNCCL polls on the host then
+        if timeout is not None:  # in this case ProcessGroupNCCL polls on the host
             self.block(device.rank, lambda: work.finished, work.what)
             device.host.learn(work.end, work.event)
         with self.changed:
             device.stream.wait_for(work.end, {work}, work.event)
 
     def is_completed(self, work: StreamWork) -> bool:
-        """Whether the device is done. It may be slow: where the host cannot know better, the seed decides."""
+        """Whether the device is done with ``work``. If the host cannot know it, the seed decides, because a device may
+        be slow."""
         if not work.finished:
             if self._turns is not None:
                 self._turns.give_way(work.rank)
@@ -171,8 +174,7 @@ class StreamNetwork(WindowNetwork):
         return True
 
     def abort_communicator(self, name: str, rank: int) -> None:
-        """As ncclCommAbort on ``rank``: the streams go on, although the bytes are not there. What waits in buffers is
-        lost."""
+        """ncclCommAbort on ``rank``. The streams continue without the bytes. Bytes in buffers are lost."""
         with self.changed:
             for (_, direction), ends in self._open.items():
                 if direction[0] == rank and direction[2] == name:
@@ -184,7 +186,7 @@ class StreamNetwork(WindowNetwork):
             self.progress()
 
     def block(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """The host of ``rank`` waits until ``ready()``. Raises RuntimeError where that cannot be."""
+        """The host of ``rank`` waits until ``ready()``. Raises RuntimeError if that can never become true."""
         if ready():
             return
         if self._turns is not None:
@@ -211,7 +213,7 @@ class StreamNetwork(WindowNetwork):
             self.changed.notify_all()
 
     def launch(self, device: VirtualDevice, lane: Lane) -> None:
-        """An operation that is no transfer was issued to ``lane``."""
+        """Called when an operation that is not a transfer was issued to ``lane``."""
         if self.rules.multiprocessors:
             kernel = Kernel(device, lane)
             self._unfinished.append(kernel)
@@ -222,7 +224,7 @@ class StreamNetwork(WindowNetwork):
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> bool:
-        """Where room is limited: whether any operation has begun."""
+        """With limited room, begin the operations that can begin. Returns whether any has begun."""
         room = self.rules.multiprocessors
         if not room:
             return False
@@ -252,7 +254,7 @@ class StreamNetwork(WindowNetwork):
         return is_small and waiting < SLOTS and (self._turns is None or self.rng.random() < 0.5)
 
     def _buffer(self, send: End) -> None:
-        """``send`` ends, though its receive may not be posted yet."""
+        """End ``send`` by buffering its bytes, although its receive may not be posted yet."""
         with simulating():
             message = buffered(send, self.windows.pop(send))
             self.windows[message] = Window(message.tensor)
@@ -287,7 +289,7 @@ class StreamNetwork(WindowNetwork):
 
 
 class StreamTransport(MemoryTransport):
-    """One rank's side of a StreamNetwork: to the engine, NCCL on a CUDA device."""
+    """One rank's side of a StreamNetwork. The engine sees NCCL on a CUDA device."""
 
     network: StreamNetwork
     pollable = True

@@ -1,4 +1,4 @@
-"""Which memory each operation of a thread reads and writes: a TorchDispatchMode enters it in the device's books."""
+"""A TorchDispatchMode that records on the device which memory each operation of a thread reads and writes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,23 +16,23 @@ from testkit.streams.memory import READ, WRITE
 from testkit.streams.timelines import Timeline
 
 Given = tuple[int | str, torch.Tensor]
-"""An argument: its position or name, and the tensor, or one of them."""
+"""An argument: its position or name, and the tensor, or one tensor of a list."""
 
-# Read the shape of their argument, not its data.
+# These read the shape of their argument, not its data.
 _OF_SHAPE = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
 }
-# Changes where a tensor lies, and no memory.
+# Changes the storage of a tensor, and no memory.
 _PLACING = "set_"
-# Leave their result as the memory was.
+# These do not write their result.
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-# The host waits for the current stream, as it needs the values.
+# The host needs the values, so it waits for the current stream.
 _SYNCHRONIZING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2"}
 
 
 class _Effects(NamedTuple):
-    """Of an operator. ``written``: positions and names of the arguments that it writes to."""
+    """The effects of an operator. ``written``: positions and names of the arguments that it writes to."""
 
     name: str
     written: frozenset[int | str]
@@ -53,19 +53,20 @@ def _effects_of(func: Any) -> _Effects:
 
 @contextmanager
 def recording(device: VirtualDevice, checks: bool = True) -> Iterator[None]:
-    """This thread's tensors lie on ``device``; with ``checks``, what is done to them is entered in its books."""
+    """A context in which this thread's tensors are on ``device``. With ``checks`` the device records their uses."""
     device.tensors = tensors = CudaTensors(device)
     with tensors, _Recorder(device, tensors, checks):
         yield
 
 
 class PassingMode(TorchDispatchMode):
-    """Passes operations on. Around threads that have modes of their own it puts back torch's flags of modes, which are
-    the process's, not a thread's."""
+    """A mode that passes operations on. Around threads with their own modes it restores torch's flags of modes, which
+    belong to the process, not to a thread."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would wrap ``__torch_dispatch__``, at a cost for each operation; nothing is compiled here."""
+        """True, so that torch does not wrap ``__torch_dispatch__``, which would cost time in each operation. Nothing is
+        compiled here."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,7 +74,7 @@ class PassingMode(TorchDispatchMode):
 
 
 class _Recorder(PassingMode):
-    """Enters each operation of this thread in the books of ``device``."""
+    """Records each operation of this thread on ``device``."""
 
     def __init__(self, device: VirtualDevice, tensors: CudaTensors, checks: bool) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class _Recorder(PassingMode):
             return func(*args, **kwargs)
         effects = _effects_of(func)
         with torch._C.DisableTorchFunction():
-            if not self.checks and effects.synchronizes:  # the host has run ahead of the device: it waits here
+            if not self.checks and effects.synchronizes:  # the host has run ahead of the device, and waits here
                 self.device.synchronize([self.device.stream], effects.name)
             result = func(*args, **kwargs)
             self._enter(effects, args, kwargs, result)

@@ -1,4 +1,4 @@
-"""``libcudart`` for the threads of virtual devices: calls through ctypes, which gives the interpreter lock back."""
+"""``libcudart`` for the threads of virtual devices. Calls go through ctypes, which releases the interpreter lock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _real = ctypes.CDLL
 
 
 class _Runtime:
-    """What ``ctypes.CDLL`` returns: functions, which take ``argtypes``."""
+    """The library that ``ctypes.CDLL`` returns. Its functions accept ``argtypes``."""
 
     def __init__(self) -> None:
         self.cudaEventQuery = _function(_query)
@@ -46,7 +46,7 @@ def _exchange_capture_mode(mode: Any) -> int:
 
 
 class Library(_real):
-    """``ctypes.CDLL``, but for CUDA's runtime library."""
+    """``ctypes.CDLL``, which returns a ``_Runtime`` for CUDA's runtime library."""
 
     def __new__(cls, name: Any = None, *arguments: Any, **more: Any) -> Any:
         if str(name).startswith("libcudart.so"):

@@ -1,7 +1,7 @@
-"""Vector clocks: what has happened before what, on the streams and hosts of all ranks.
+"""Vector clocks: the order of steps on the streams and hosts of all ranks.
 
-A *timeline* is one order of execution: a stream of a rank's device, or its host. Its clock holds, per timeline, how
-much of that one has happened before what it does next.
+A *timeline* is one order of execution: a stream of a rank's device, or its host. Its clock says for each timeline how
+many steps of that timeline have happened before its own next step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Clock = dict[int, int]
 
 
 def join(clock: Clock, other: Mapping[int, int]) -> None:
-    """All steps of ``other`` have happened before, too, from now on."""
+    """Add to ``clock`` that all steps of ``other`` have happened before."""
     for number, tick in other.items():
         if clock.get(number, 0) < tick:
             clock[number] = tick
@@ -34,7 +34,7 @@ class Timeline:
 
 
 class Transfer(Protocol):
-    """A posted transfer. ``end``: what has happened before what comes after it."""
+    """A posted transfer. ``end``: the clock of the steps after it."""
 
     finished: bool
     end: Clock
@@ -48,17 +48,17 @@ class Host(Timeline):
     def __init__(self, number: int, rank: int, log: CallLog) -> None:
         super().__init__(number, "host")
         self.rank, self.log = rank, log
-        self.before_command: Callable[[Lane], None] = lambda lane: None  # that it issues to a stream
+        self.before_command: Callable[[Lane], None] = lambda lane: None  # steps that it issues to a stream
         log.stream(rank, number, self.name, host=True)
 
     def work(self) -> None:
-        """The host does something with its own memory."""
+        """The host does an operation on its own memory."""
         self.advance()
         self.steps += 1
 
     def learn(self, clock: Mapping[int, int], event: int = 0) -> None:
-        """The host has seen that the steps of ``clock`` are over; all that it issues from now on comes after them.
-        ``event``: the same in the log."""
+        """The host has seen that the steps of ``clock`` are over, so all that it issues later comes after them.
+        ``event``: the event's number in the log."""
         if event:
             self.log.wait(self.number, event)
         join(self.clock, clock)
@@ -69,7 +69,7 @@ class Host(Timeline):
 
 
 class Lane(Timeline):
-    """A stream. ``pending``: transfers that have to finish before what was issued on it so far."""
+    """A stream. ``pending``: transfers that must finish before the operations issued on it so far."""
 
     def __init__(self, number: int, name: str, host: Host) -> None:
         super().__init__(number, name)
@@ -79,7 +79,7 @@ class Lane(Timeline):
         host.log.stream(host.rank, number, name)
 
     def now(self) -> Clock:
-        """What has happened before the next operation that the host issues here."""
+        """The clock of the next operation that the host issues on this stream."""
         if self._seen != self.host.steps:
             self._seen = self.host.steps
             join(self.clock, self.host.clock)
@@ -91,11 +91,11 @@ class Lane(Timeline):
         self.advance()
 
     def record(self) -> int:
-        """The number, in the log, of an event behind what was issued so far."""
+        """Record an event after all that was issued so far. Returns its number in the log."""
         return self.host.log.record(self.number)
 
     def wait_for(self, clock: Mapping[int, int], pending: Iterable[Transfer], event: int = 0) -> None:
-        """What is issued from now on comes after what ``clock`` and ``pending`` say; ``event``: the same in the log."""
+        """Order all later operations after ``clock`` and ``pending``. ``event``: the event's number in the log."""
         if event:
             self.host.log.wait(self.number, event)
         join(self.clock, clock)

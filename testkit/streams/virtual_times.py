@@ -1,8 +1,9 @@
-"""When virtual devices run what was asked of them: a timeline of each stream, from a log of calls and a table of times.
+"""The times at which virtual devices run their operations: a timeline of each stream, made from a log of calls and a
+table of times.
 
-An operation starts once its stream has come to it, what the stream waits for is over, and the host has issued it.
-Issuing takes no time; a host that waits goes on when what it waits for is over. A transfer starts once both ends have
-begun, and takes its turn on the link between its ranks, as in ``plan/simulate``.
+An operation starts when the host has issued it, its stream has reached it, and the stream's waits are over. Issuing
+takes no time. A host that waits continues when its wait is over. A transfer starts when both ends have begun. Transfers
+take turns on the link between two ranks, as in ``plan/simulate``.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import Plan
 
 Durations = Mapping[tuple[int, str], float]
-"""(rank, range) -> what the operations that were launched in that range take together."""
+"""(rank, range) -> the total time of the operations that were launched in that range."""
 
 
 class Operation(NamedTuple):
-    """One operation of a stream that uses memory. ``within``: the range that gave it its time; empty: it took none."""
+    """One operation of a stream that uses memory. ``within``: the range that gave it its time; empty: it took no
+    time."""
 
     rank: int
     stream: int
@@ -32,7 +34,7 @@ class Operation(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """One transfer. ``start``, ``end``: on the wire, and until it is there."""
+    """One transfer. ``start``: when it begins on the wire. ``end``: when it has arrived."""
 
     source: int
     target: int
@@ -42,15 +44,15 @@ class Moved(NamedTuple):
 
 
 class Timelines(NamedTuple):
-    """In the order of their starts."""
+    """Operations and transfers, each in the order of their starts."""
 
     operations: list[Operation]
     transfers: list[Moved]
 
 
 def durations_of(plan: Plan, costs: StageCosts, beside: bool = False) -> Durations:
-    """What ``plan``'s compute and copies take. ``beside``: the halves of a pair run at the same time, and each takes as
-    long as both would one after the other, as they share one device."""
+    """The times of the compute and copies of ``plan``. ``beside``: whether the halves of a pair run at the same time.
+    Then each takes as long as both in turn, because they share one device."""
     costs = costs.placed(plan.placement)
     shares, of_mb = costs.of_parts(plan.spec.num_parts), costs.of_microbatches(plan.spec.num_microbatches)
     found: dict[tuple[int, str], float] = {}
@@ -64,9 +66,9 @@ def durations_of(plan: Plan, costs: StageCosts, beside: bool = False) -> Duratio
 
 
 def timelines(records: Iterable[Mapping[str, Any]], durations: Durations, network: Network) -> Timelines:
-    """What ``CallLog.records`` took. The time of a range is shared evenly by its operations that use memory; those of
-    the innermost range that ``durations`` names count. ``network``: its links and latencies; sizes are those that were
-    sent. Raises RuntimeError where something never ends."""
+    """The timelines of ``CallLog.records``. The time of a range is shared evenly by its operations that use memory. An
+    operation belongs to the innermost range that ``durations`` names. ``network`` gives links and latencies; sizes are
+    those of the sent messages. Raises RuntimeError if an operation never ends."""
     graph = _Graph(durations)
     for record in records:
         graph.read(record)
@@ -74,12 +76,12 @@ def timelines(records: Iterable[Mapping[str, Any]], durations: Durations, networ
 
 
 class _Graph:
-    """Nodes are what a stream runs, one after the other, and transfers; ``after``: what comes after each."""
+    """A graph of a stream's operations and of transfers. ``after``: the nodes that come after each node."""
 
     def __init__(self, durations: Durations) -> None:
         self.durations = durations
         self.after: list[list[int]] = []
-        self.before: list[int] = []  # how many nodes each waits for
+        self.before: list[int] = []  # number of nodes for which each waits
         self.last: dict[int, int] = {}  # by stream
         self.rank_of: dict[int, int] = {}  # by stream
         self.host_of: dict[int, int] = {}  # by rank
@@ -110,10 +112,11 @@ class _Graph:
         return Timelines(sorted(operations, key=_start), sorted(transfers, key=_start))
 
     def _played(self, times: list[float], network: Network) -> tuple[list[float], list[float]]:
-        """When each node starts and ends."""
+        """The start and the end of each node."""
         ready, ends, left = [0.0] * len(times), [0.0] * len(times), list(self.before)
         free: defaultdict[tuple[int, int], float] = defaultdict(float)  # by link
-        agenda = [(0.0, node, node) for node, count in enumerate(left) if not count]  # at one time, first come first
+        # At equal times, the one that came first.
+        agenda = [(0.0, node, node) for node, count in enumerate(left) if not count]
         done = pushed = len(left)
         while agenda:
             now, _, node = heappop(agenda)
@@ -151,7 +154,7 @@ class _Graph:
         self.before[then] += 1
 
     def _issue(self, stream: int, *before: int | None) -> int:
-        """The next node of ``stream``."""
+        """Add the next node of ``stream``. Returns its number."""
         host = self.host_of[self.rank_of[stream]]
         self.last[stream] = node = self._node(self.last.get(stream), self.last.get(host), *before)
         return node

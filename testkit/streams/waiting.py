@@ -1,7 +1,8 @@
-"""How threads of ranks wait, and where they run, so that little time goes into switching between them.
+"""Waits of ranks' threads, and the core on which they run, so that switches between threads take little time.
 
-Python runs one thread at a time whatever the number of cores. Threads on several cores take the interpreter lock from
-each other at each operation of torch, which gives it back meanwhile; on one core a thread keeps it until it waits.
+Python runs one thread at a time, whatever the number of cores. torch releases the interpreter lock in each operation.
+So threads on several cores take the lock from each other at each operation. On one core a thread keeps it until it
+waits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 class OwnConditions(threading.Condition):
-    """Threads that ``wait_for`` something: ``notify_all`` wakes those that have got it, and no other."""
+    """A condition variable. ``notify_all`` wakes only the threads whose ``wait_for`` condition holds."""
 
     def __init__(self) -> None:
         self._shared = threading.RLock()
@@ -39,8 +40,8 @@ class OwnConditions(threading.Condition):
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """This thread, and those that it starts, run on one core, the same for all of this process. Workers of tests take
-    one after the other."""
+    """A context in which this thread, and threads that it starts, run on one core, the same for the whole process. Test
+    workers get different cores in turn."""
     if not hasattr(os, "sched_setaffinity"):  # outside of Linux
         yield
         return

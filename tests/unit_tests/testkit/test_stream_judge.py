@@ -197,5 +197,5 @@ def test_what_no_program_can_do_is_a_fault(words: str) -> None:
 
 
 def test_a_log_of_another_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="this is no log of calls, or of another version"):
+    with pytest.raises(ValueError, match="this is not a log of calls, or one of another version"):
         Judge().judge([{**START[0], "version": 2}])

@@ -94,8 +94,8 @@ def test_what_never_begins_is_told() -> None:
     assert faults(plan) == [
         "rank 0 hangs at RECV_F of stage 2, microbatch 1",
         "rank 1 hangs at WAIT_F of stage 1, microbatch 0",
-        "nobody takes RECV_F of stage 2, microbatch 0 of rank 0",
-        "nobody takes RECV_F of stage 1, microbatch 0 of rank 1",
+        "no rank meets RECV_F of stage 2, microbatch 0 of rank 0",
+        "no rank meets RECV_F of stage 1, microbatch 0 of rank 1",
     ]
 
 
