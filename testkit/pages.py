@@ -1,4 +1,4 @@
-"""The code on the pages, run as it stands there."""
+"""Runs the code of the pages unchanged."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | r
 
 
 class PageOutput(NamedTuple):
-    """What a rank printed, and what it logged as a warning."""
+    """The prints of a rank, and its logged warnings."""
 
     printed: str
     warnings: str
 
 
 def code_blocks(page: str, language: str = "python") -> dict[str, str]:
-    """The page's blocks of ``language`` by their title, or by their place on the page (``block1``) without one."""
+    """The page's blocks of ``language`` by title. A block without a title is named by its place (``block1``)."""
     found = [block.groups() for block in _BLOCK.finditer((ROOT / page).read_text())]
     blocks = [(title, code) for kind, title, code in found if kind == language]
     return {title or f"block{place}": code for place, (title, code) in enumerate(blocks, 1)}
 
 
 def run_commands(commands: list[str], folder: Path, timeout: float = 300.0) -> list[str]:
-    """Run each in ``folder``, with ``megatron-pp`` of this tree; what each printed. AssertionError where one fails."""
+    """Run the commands in ``folder``, with this tree's ``megatron-pp``. Returns their outputs. Raises AssertionError if
+    one fails."""
     tools = folder.parent / f"{folder.name}_bin"
     tools.mkdir(exist_ok=True)
     command = tools / "megatron-pp"
@@ -59,9 +60,9 @@ def run_commands(commands: list[str], folder: Path, timeout: float = 300.0) -> l
 
 
 def run_torchrun(command: str, folder: Path, timeout: float = 240.0) -> list[PageOutput]:
-    """Run ``[NAME=VALUE ...] torchrun FLAGS SCRIPT [ARGUMENTS]`` in ``folder``, or with ``-m MODULE``: what each rank
-    gave. torchrun's own parser reads the flags. The ranks are forked, because torchrun and each of its ranks would
-    import torch first. Raises SystemExit for a wrong flag, and what ``run_processes`` raises.
+    """Run ``[NAME=VALUE ...] torchrun FLAGS SCRIPT [ARGUMENTS]`` in ``folder``, or with ``-m MODULE``. Returns the
+    output of each rank. torchrun's own parser reads the flags. The ranks are forked, because torchrun and each of its
+    ranks would import torch first. Raises SystemExit for a wrong flag, and the errors of ``run_processes``.
     """
     words = shlex.split(command)
     variables = dict(word.split("=", 1) for word in words[: words.index("torchrun")])
@@ -78,12 +79,13 @@ def run_torchrun(command: str, folder: Path, timeout: float = 240.0) -> list[Pag
 def run_page(
     files: dict[str, str], scripts: list[str], folder: Path, ranks: int, timeout: float = 240.0
 ) -> dict[str, list[PageOutput]]:
-    """Write ``files`` (name -> code) into ``folder`` and run each of ``scripts`` on ``ranks`` processes, with
-    torchrun's environment variables; by script, what every rank gave. Raises what ``run_processes`` raises.
+    """Write ``files`` (name -> code) into ``folder``, and run each of ``scripts`` on ``ranks`` processes with
+    torchrun's environment variables. Returns the output of every rank, by script. Raises the errors of
+    ``run_processes``.
     """
     for name, code in files.items():
         (folder / name).write_text(code)
-    # As torchrun's agent has it: ranks meet at a store that is here already, at a port that nobody else can take.
+    # As with torchrun's agent, ranks meet at a store that already exists, so no other process can take its port.
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in scripts]
     args = str(folder), [[script] for script in scripts], [store.port for store in stores]
     options = {"timeout": timeout, "backend": None, "start_method": "forkserver"}
@@ -92,13 +94,13 @@ def run_page(
 
 
 def _rank_main(rank: int, size: int, folder: str, programs: list[list[str]], ports: list[int]) -> list[PageOutput]:
-    """``programs``: each a script or ``-m`` and a module, with its arguments."""
+    """Run ``programs`` on one rank. Each is a script, or ``-m`` and a module, with its arguments."""
     os.chdir(folder)
     sys.path.insert(0, folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     outputs = [_run(program, port) for program, port in zip(programs, ports, strict=True)]
-    atexit._run_exitfuncs()  # as an interpreter does at its end, and a process of multiprocessing does not
+    atexit._run_exitfuncs()  # an interpreter does this at its end, but a process of multiprocessing does not
     return outputs
 
 
@@ -112,12 +114,12 @@ def _run(program: list[str], port: int) -> PageOutput:
             _be(program)
     finally:
         logging.getLogger("megatron_pp").removeHandler(handler)
-        parallel_state.destroy_model_parallel()  # which a program that ends may leave
+        parallel_state.destroy_model_parallel()  # a program may leave it at its end
     return PageOutput(printed.getvalue(), warnings.getvalue())
 
 
 def _be(program: list[str]) -> None:
-    """As ``python PROGRAM``; an error where it exits with another code than 0."""
+    """Run ``program`` as ``python PROGRAM`` would. Raises if its exit code is not 0."""
     is_module = program[0] == "-m"
     sys.argv = program[1:] if is_module else program
     try:

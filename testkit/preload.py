@@ -1,6 +1,6 @@
-"""What ranks of tests are forked with: imported once, by the process that they are forked from.
+"""The process from which tests fork ranks imports this module, once for all of them.
 
-Nothing is collected meanwhile, and no rank's garbage collector looks through what the libraries hold.
+No garbage is collected during the import, and no rank's garbage collector scans the libraries' objects.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import gc
 import importlib
 
 gc.disable()
-# Optimizers load torch._dynamo.
+# torch._dynamo is here because optimizers load it.
 for _name in (
     *("pytest", "torch.distributed", "torch._dynamo", "megatron_pp.schedules", "megatron_pp.weight_grad"),
     *("megatron_pp.testing.pipeline", "examples.gpt.program", "testkit.processes"),

@@ -1,4 +1,4 @@
-"""What pages print for a reader to type: commands of a shell, and Python."""
+"""Finds the shell commands and the Python code on pages, which a reader may type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMMAND = re.compile(
 
 
 class Printed(NamedTuple):
-    """``text``: one command without comments, or a block of Python; ``title``: of the block."""
+    """One command or code block. ``text``: a command without comments, or Python. ``title``: that of the block."""
 
     page: str
     language: str  # "shell" or "python"
@@ -30,7 +30,7 @@ class Printed(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How a table names it: the title, or the first line."""
+        """Its name in tables: the title, or the first line."""
         return self.title or self.text.splitlines()[0]
 
 
@@ -40,10 +40,11 @@ def pages() -> list[str]:
 
 
 def printed(page: str) -> list[Printed]:
-    """Fenced blocks of a shell's language and of Python, and indented ones that are commands or Python, in order."""
+    """The commands and Python blocks of a page, in order: fenced blocks of a shell or of Python, and indented
+    blocks."""
     text = (ROOT / page).read_text(encoding="utf-8")
     found = [(block.start(), *block.group(2, 3, 4)) for block in _FENCE.finditer(text)]
-    rest = _FENCE.sub(lambda block: re.sub(r"[^\n]", "x", block[0]), text)  # as long, and no code
+    rest = _FENCE.sub(lambda block: re.sub(r"[^\n]", "x", block[0]), text)  # of the same length, without code
     found += [(block.start(), "", None, block[0]) for block in _INDENTED.finditer(rest)]
     return [one for _, language, title, code in sorted(found) for one in _of_block(page, language, title, code)]
 
@@ -70,7 +71,7 @@ def _is_python(code: str) -> bool:
 
 
 def names_from_elsewhere(code: str) -> set[str]:
-    """Names that a block of Python uses and does not make: it cannot run alone."""
+    """The names that a block of Python uses without defining them. Such a block cannot run alone."""
     table = symtable.symtable(code, "page", "exec")
     made = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
     return {name for name in _used(table) if name not in made and not hasattr(builtins, name)}

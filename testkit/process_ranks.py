@@ -1,4 +1,4 @@
-"""Ranks as processes on gloo, with the arguments of ``step_runs.pipeline``, which runs them as threads."""
+"""Ranks as processes on gloo, with the arguments of ``step_runs.pipeline``, which runs ranks as threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from testkit.thread_runs.step_runs import Rank
 def rank_of(
     num_chunks: int, microbatches: int, *, group: Any = None, data: ToyData | None = None, **fields: Any
 ) -> Rank:
-    """This process in the pipeline over ``group``, by default over all; ``fields`` are the config's."""
+    """The rank of this process in the pipeline over ``group``, by default over all processes. ``fields``: of the
+    config."""
     group = group or dist.group.WORLD
     config = toy_config(virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None, **fields)
     data = data or ToyData(microbatches, variable=fields.get("variable_seq_lengths", False))
@@ -34,7 +35,8 @@ def pipeline(
     patience: float = 5.0,
     **fields: Any,
 ) -> list[Any]:
-    """What ``body(rank, *args)``, a function of a module, returns in each process. Raises as ``run_processes``."""
+    """Run ``body(rank, *args)``, a function of a module, in each process. Returns the results. Raises as
+    ``run_processes`` does."""
     job = body, num_chunks, microbatches, data, fields, args
     return run_processes(_rank_main, size, job, timeout=timeout, patience=patience, start_method="forkserver")
 

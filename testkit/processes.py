@@ -1,9 +1,10 @@
-"""Ranks as real processes: started with a deadline, always reaped; returns their results or raises their errors.
+"""Runs ranks as real processes with a deadline. Returns their results or raises their errors, and always ends the
+processes.
 
     results = run_processes(rank_main, 4, args=(...), timeout=60)
 
-``rank_main(rank, size, *args)`` must be importable (a module-level function): processes do not inherit it. A process
-group of the given backend is initialised before it, over a FileStore, so no port is chosen, and destroyed after it.
+``rank_main(rank, size, *args)`` must be a module-level function, because processes import it. A process group of the
+given backend is initialised before it and destroyed after it. It uses a FileStore, so no port is needed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _END_SECONDS = 0.5
 
 
 class RankFailedError(MegatronPPError, RuntimeError):
-    """A rank raised; the message has its traceback. ``errors`` maps every rank that failed to its exception's (type
-    name, text), ``results`` those that had returned to what they gave.
+    """A rank raised. The message has its traceback. ``errors``: failed rank -> (type name, text) of its exception.
+    ``results``: returned rank -> its result.
     """
 
     def __init__(self, message: str, errors: dict[int, tuple[str, str]], results: dict[int, Any]) -> None:
@@ -49,13 +50,13 @@ def run_processes(
 ) -> list[Any]:
     """Run ``rank_main(rank, size, *args)`` in ``size`` processes and return the results (picklable) in rank order.
 
-    ``backend`` None leaves process groups to ``rank_main``. ``start_method`` is multiprocessing's: "spawn" starts
-    every rank as a launcher does; "forkserver", after ``multiprocessing.set_forkserver_preload(["torch"])``, in a
-    twentieth of the time, but then all ranks share one hash seed (no dependence on the order of a set shows), and
-    ``environment`` comes too late for the interpreter. "mixed" forks the last rank from a second server, which has
-    another hash seed: sets have one order there and another here. A sequence has one method for each rank. Raises
-    RankFailedError as soon as a rank has raised (``patience`` seconds later, for what the others give),
-    RanksTimedOutError at the deadline; no process outlives the call.
+    ``backend`` None leaves process groups to ``rank_main``. ``start_method`` is multiprocessing's. "spawn" starts every
+    rank as a launcher does. "forkserver", after ``multiprocessing.set_forkserver_preload(["torch"])``, takes a
+    twentieth of the time. But then all ranks share one hash seed, so that no test shows a dependence on the order of
+    sets, and ``environment`` comes too late for the interpreter. "mixed" forks the last rank from a second server,
+    which has another hash seed and so another order of sets. A sequence has one method for each rank. Raises
+    RankFailedError ``patience`` seconds after a rank has raised, so that other ranks can report too, and
+    RanksTimedOutError at the deadline. No process outlives the call.
     """
     with tempfile.TemporaryDirectory(prefix="megatron_pp_ranks_") as folder:
         store = os.path.join(folder, "store")
@@ -70,7 +71,7 @@ def run_processes(
 
 
 def _methods(start_method: str | Sequence[str], size: int) -> Sequence[str]:
-    """Of each rank."""
+    """The start method of each rank."""
     if start_method == "mixed":
         return ["forkserver"] * (size - 1) + [OTHER_SERVER]
     return [start_method] * size if isinstance(start_method, str) else start_method
@@ -109,7 +110,7 @@ def _rank_process(pipe: Connection, setup: _Setup, rank_main: Callable[..., Any]
             dist.barrier()
             dist.destroy_process_group()
         message: tuple[str, Any] = ("result", result)
-    except BaseException as error:  # sent as text: not every exception can be pickled
+    except BaseException as error:  # sent as text, because some exceptions cannot be pickled
         message = ("error", (type(error).__name__, str(error), traceback.format_exc()))
     try:
         pipe.send_bytes(pickle.dumps(message))

@@ -1,7 +1,7 @@
-"""What two real ranks do in each case of the deallocation race (Megatron-LM#4047): one sends and lets go, the other
+"""The cases of the deallocation race (Megatron-LM#4047) on two real ranks: one sends and drops its tensor, the other
 receives late.
 
-Every case returns, on the receiver, the share of elements that are not what was posted.
+Every case returns, on the receiver, the share of elements that differ from those posted.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime.swapped_outputs import deallocate_output_tensor
 
 BYTES = 64 * 2**20
-LATE = 0.3  # seconds by which the receive is posted after the send, at least
+LATE = 0.3  # least seconds between the post of the send and that of the receive
 GOOD, BAD = 1.0, 2.0
 
 
 class Rank:
-    """One of the two ranks: device, communicator, and what it overwrites freed memory with."""
+    """One of the two ranks: its device, its communicator, and the value with which it overwrites freed memory."""
 
     def __init__(self, rank: int, device: torch.device, dtype: torch.dtype, num_bytes: int = BYTES) -> None:
         self.rank = rank
@@ -38,13 +38,13 @@ class Rank:
         self.shape = (num_bytes // dtype.itemsize // 256, 1, 256)
         config = SimpleNamespace(pipeline_dtype=dtype, batch_p2p_comm=False, p2p_timeout=60.0)
         self.communicator = P2PCommunicator(dist.group.WORLD, config)
-        self.communicator.prepare([(0, 1)], num_bytes, num_bytes)  # the channels that a schedule would use
+        self.communicator.prepare([(0, 1)], num_bytes, num_bytes)  # the same channels as in a schedule
         self.overwritten: list[torch.Tensor] = []
         self._store = dist.distributed_c10d._get_default_store()
         self._turn = 0
 
     def connect(self) -> None:
-        """NCCL connects two ranks on their first message, and holds both up for it: before the case that needs none."""
+        """Connect the ranks before a case. NCCL would connect two ranks at their first message, and make both wait."""
         token = torch.zeros(1, device=self.device)
         if self.rank == 0:
             dist.send(token, 1)
@@ -55,15 +55,15 @@ class Rank:
         return torch.full(self.shape, GOOD, dtype=self.dtype, device=self.device)
 
     def overwrite(self) -> None:
-        """What the next microbatch does with memory that was freed: the allocator hands out the same addresses, to
-        what is a little smaller (aligned, as tensors are, a block of the same size does not fit into what was freed).
+        """Overwrite freed memory, as the next microbatch does. The allocator gives the same addresses to a slightly
+        smaller tensor. A tensor of the same size would not fit, because of its alignment.
         """
         shape = (self.shape[0] - 64, *self.shape[1:])
         self.overwritten = [torch.full(shape, BAD, dtype=self.dtype, device=self.device) for _ in range(2)]
         self.announce()
 
     def announce(self) -> None:
-        """What was issued so far to overwrite is done; the receiver may post."""
+        """Tell the receiver that overwriting is done, so that it may post."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._store.set(self._signal, "done")
@@ -73,7 +73,7 @@ class Rank:
         return f"race/{self.dtype}/{self._turn}"
 
     def together(self) -> None:
-        """Both ranks are here, and their devices are idle."""
+        """Wait until both ranks are here and their devices are idle."""
         self.overwritten = []
         self._turn += 1
         if self.device.type == "cuda":
@@ -81,20 +81,20 @@ class Rank:
         dist.barrier()
 
     def late(self, until_overwritten: bool = True) -> None:
-        """Not before the other rank has freed and overwritten, however slow the machine is."""
+        """Wait until the other rank has freed and overwritten its memory, however slow the machine is."""
         time.sleep(LATE)
         if until_overwritten:
             self._store.wait([self._signal])
 
     def send_forward(self, output: torch.Tensor) -> dict[str, Any]:
-        """As the interleaved schedule does: post, do not wait."""
+        """Post a send without waiting, as the interleaved schedule does."""
         _, handles = self.communicator.send_forward_recv_forward(
             output, recv_prev=False, tensor_shape=self.shape, overlap_p2p_comm=True
         )
         return handles
 
     def recv_plainly_late(self) -> torch.Tensor:
-        """By torch.distributed alone."""
+        """Receive late, by torch.distributed alone."""
         self.late()
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         dist.recv(buffer, 0)
@@ -110,8 +110,8 @@ class Rank:
 
 
 def plain_isend(me: Rank) -> None:
-    """torch.distributed alone: isend, deallocate, allocate, overwrite. On NCCL torch calls ``record_stream`` for
-    every point-to-point tensor, so that the stock allocator does not reuse its memory before the send is done."""
+    """Only torch.distributed: isend, deallocate, allocate, overwrite. On NCCL torch calls ``record_stream`` for every
+    point-to-point tensor, so that the stock allocator does not reuse its memory before the send is done."""
     output = me.tensor()
     work = dist.isend(output, 1)
     deallocate_output_tensor(output, True)
@@ -120,7 +120,7 @@ def plain_isend(me: Rank) -> None:
 
 
 def deallocate_without_waiting(me: Rank) -> None:
-    """The handle owns the bytes."""
+    """Our send, whose handle owns the bytes, and a deallocation without a wait."""
     output = me.tensor()
     handles = me.send_forward(output)
     deallocate_output_tensor(output, True)
@@ -130,7 +130,7 @@ def deallocate_without_waiting(me: Rank) -> None:
 
 
 def wait_then_deallocate(me: Rank) -> None:
-    """What the schedules do."""
+    """A wait and then a deallocation, as in the schedules."""
     output = me.tensor()
     me.send_forward(output)["send_next"].wait()
     deallocate_output_tensor(output, True)
@@ -148,14 +148,14 @@ def no_deallocation(me: Rank) -> None:
 
 
 def handle_dropped(me: Rank) -> None:
-    """Nobody keeps the handle, nobody waits."""
+    """The handle is dropped, and no call waits for the send."""
     me.send_forward(me.tensor())
     gc.collect()
     me.overwrite()
 
 
 def gradient_dropped(me: Rank) -> None:
-    """An input gradient sent backward, its last reference dropped."""
+    """An input gradient is sent backward, and its last reference is dropped."""
     gradient = me.tensor()
     _, handles = me.communicator.send_backward_recv_backward(
         gradient, recv_next=False, tensor_shape=me.shape, overlap_p2p_comm=True
@@ -167,8 +167,8 @@ def gradient_dropped(me: Rank) -> None:
 
 
 def write_after_send(me: Rank) -> None:
-    """torch.distributed alone: isend, then write into what is being sent. No allocator, and nobody who keeps the
-    memory, protects from this."""
+    """Only torch.distributed: isend, then a write into the sent tensor. Neither an allocator nor a reference protects
+    from this."""
     output = me.tensor()
     work = dist.isend(output, 1)
     output.fill_(BAD)
@@ -177,7 +177,7 @@ def write_after_send(me: Rank) -> None:
 
 
 class Case(NamedTuple):
-    """What the rank ``sender`` does, and the other one."""
+    """One case: the work of the rank ``sender``, and that of the other rank."""
 
     send: Callable[[Rank], None]
     receive: Callable[[Rank], torch.Tensor] = Rank.recv_forward_late
@@ -196,7 +196,7 @@ CASES = {
 
 
 def wrong_share(me: Rank, case: Case) -> float:
-    """Of the elements that this rank has received; the sender reports 0."""
+    """The share of wrong elements that this rank has received. The sender returns 0."""
     if me.rank == case.sender:
         case.send(me)
         return 0.0
@@ -207,7 +207,8 @@ def wrong_share(me: Rank, case: Case) -> float:
 def run_cases(
     rank: int, size: int, dtypes: dict[str, int], devices: tuple[str, ...], num_bytes: int = BYTES
 ) -> dict[str, list[float]]:
-    """All cases, each ``dtypes[name]`` times per dtype. Returns "case dtype" -> this rank's shares of wrong ones."""
+    """Run all cases, each ``dtypes[name]`` times per dtype. Returns "case dtype" -> this rank's shares of wrong
+    elements."""
     device = torch.device(devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -237,8 +238,9 @@ def build_reusing_allocator(folder: Path) -> Path:
 def run_cases_on_one_gpu(
     rank: int, size: int, dtypes: dict[str, int], store: str, allocator: Path | None = None
 ) -> dict[str, list[float]]:
-    """NCCL refuses two ranks on one GPU within one host only: each rank says that it is a host of its own, and sockets
-    connect them. ``allocator``: a library of ``build_reusing_allocator``, in place of torch's allocator.
+    """``run_cases`` with both ranks on one GPU. NCCL refuses that only within one host, so each rank claims its own
+    host, and sockets connect them. ``allocator``: a library of ``build_reusing_allocator``, in place of torch's
+    allocator.
     """
     os.environ["NCCL_HOSTID"] = f"megatron-pp-race-{rank}"
     if allocator is not None:
@@ -254,8 +256,8 @@ def run_cases_on_one_gpu(
         dist.destroy_process_group()
 
 
-# glibc, read when a process starts: freed memory goes to the next allocation of its size, not back to the system. The
-# bare isend then sends what the next microbatch wrote; else it may end its process by reading what is not there.
+# glibc reads these when a process starts: freed memory goes to the next allocation of its size, not back to the
+# system. Then a bare isend sends the next microbatch's data. Otherwise it might read unmapped memory, and crash.
 KEEP_FREED_MEMORY_MAPPED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 
 ONE_GPU_ENVIRONMENT = {

@@ -1,8 +1,8 @@
-"""One process for each rank, with a pipe to it: started, heard within a deadline, always ended.
+"""One process with a pipe for each rank. Messages have a deadline, and the processes always end.
 
-What a rank's process does, and what goes through the pipe, is the caller's: one call and its result
-(``processes.run_processes``), jobs one after the other (``megatron/runner.py``), or episodes in which ranks are killed
-and replaced (``fault_scenarios.Pool``).
+The caller decides the work of a process and its messages: one call and its result (``processes.run_processes``), jobs
+one after the other (``megatron/runner.py``), or episodes in which ranks are killed and replaced
+(``fault_scenarios.Pool``).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from unittest.mock import patch
 from megatron_pp.errors import MegatronPPError
 
 PRELOADED = ["testkit.preload"]
-"""For ``multiprocessing.set_forkserver_preload``: what ranks are forked with."""
+"""For ``multiprocessing.set_forkserver_preload``: the modules that are loaded in forked ranks."""
 OTHER_SERVER = "other server"
-"""A start method: forked from a second server, whose interpreter has another hash seed."""
+"""A start method: fork from a second server, whose interpreter has another hash seed."""
 DIED = "the process ended without a word"
-"""In place of a message: the process has ended."""
+"""Replaces a message: the process has ended."""
 
 
 class RanksTimedOutError(MegatronPPError, RuntimeError):
-    """Ranks (``ranks``) said nothing by the deadline."""
+    """Ranks (``ranks``) sent no message by the deadline."""
 
     def __init__(self, ranks: Iterable[int], seconds: float) -> None:
         self.ranks = tuple(sorted(ranks))
@@ -36,7 +36,7 @@ class RanksTimedOutError(MegatronPPError, RuntimeError):
 
 
 class RankProcesses:
-    """Processes by rank. ``end`` must be called, whatever happens."""
+    """Processes by rank. ``end`` must always be called."""
 
     def __init__(self) -> None:
         self._processes: dict[int, Any] = {}
@@ -65,18 +65,19 @@ class RankProcesses:
         return [rank for rank, process in self._processes.items() if not process.is_alive()]
 
     def send(self, rank: int, message: Any) -> None:
-        """Raises BrokenPipeError where the process has ended."""
+        """Send a message to a rank. Raises BrokenPipeError if its process has ended."""
         self._pipes[rank].send(message)
 
     def hear(self, ranks: Iterable[int], seconds: float) -> list[tuple[int, Any]]:
-        """(rank, message) of those of ``ranks`` that say something first, DIED for one that can say no more; nothing
-        after ``seconds``."""
+        """(rank, message) of those of ``ranks`` that send a message first. The message is DIED if a process has ended.
+        Empty after ``seconds``."""
         asked = {self._pipes[rank]: rank for rank in ranks}
         ready = wait(list(asked), max(0.0, seconds))
         return [(rank, self._message(rank)) for pipe, rank in asked.items() if pipe in ready]
 
     def answers(self, ranks: Iterable[int], seconds: float) -> Iterator[tuple[int, Any]]:
-        """(rank, message), the next one of each of ``ranks`` as it comes. Raises RanksTimedOutError."""
+        """(rank, message): the next message of each of ``ranks``, in the order of arrival. Raises
+        RanksTimedOutError."""
         waiting = set(ranks)
         until = time.monotonic() + seconds
         while waiting:
@@ -93,7 +94,7 @@ class RankProcesses:
             return DIED
 
     def end(self, patience: float = 0.0) -> None:
-        """End all. Those that have not ended by themselves after ``patience`` seconds are killed."""
+        """End all processes. Those that have not ended by themselves after ``patience`` seconds are killed."""
         until = time.monotonic() + patience
         for process in self._processes.values():
             process.join(max(0.0, until - time.monotonic()))
@@ -103,7 +104,7 @@ class RankProcesses:
             self.end_one(rank)
 
     def end_one(self, rank: int, patience: float = 0.0) -> None:
-        """The same of one rank, which can then be started again."""
+        """End the process of one rank, which can then be started again."""
         process = self._processes.pop(rank)
         process.join(patience)
         process.kill()
@@ -120,7 +121,7 @@ def _other_server_asked() -> Iterator[None]:
 
 @functools.cache
 def _other_server() -> forkserver.ForkServer:
-    """A second process to fork ranks from, with an interpreter of its own. It ends with this process."""
+    """A second process from which ranks are forked, with its own interpreter. It ends with this process."""
     server = forkserver.ForkServer()
     server.set_forkserver_preload(PRELOADED)
     return server

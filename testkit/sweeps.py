@@ -1,4 +1,4 @@
-"""How much of a sweep runs."""
+"""Chooses how much of a sweep runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from testkit import autograd_draw
 Case = TypeVar("Case")
 
 EXHAUSTIVE = os.environ.get("MEGATRON_PP_EXHAUSTIVE", "") == "1"
-"""Whether sweeps run whole, for hours, and not the parts that cover every pair of choices."""
+"""Whether whole sweeps run, for hours, instead of parts that cover every pair of choices."""
 
 
 def drawn(cases: Iterable[Case], most: int) -> list[Case]:
-    """``most`` of the cases, in their order; all where sweeps run whole. The seed that draws tests for autograd's
-    thread draws these too, so that each run of ``.ci/run`` has others."""
+    """``most`` of the cases, in order, or all if whole sweeps run. The seed that draws tests for autograd's thread also
+    draws the cases, so that each run of ``.ci/run`` has other ones."""
     every = list(cases)
     if EXHAUSTIVE:
         return every

@@ -4,4 +4,4 @@ SMALL_MODEL = [
     *("--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32", "--micro-batch-size", "2"),
     *("--eval-steps", "1", "--no-tensorboard", "--no-plot"),
 ]
-"""A model so small that a step costs next to nothing."""
+"""The flags of a model whose steps take almost no time."""

@@ -1,5 +1,5 @@
-"""The training program on ranks that ``run_processes`` starts, in one process group for all runs: its numbers and files
-without the seconds that a launcher and new interpreters take.
+"""Runs the training program on ranks of ``run_processes``, in one process group for all runs. Tests of its numbers and
+files so need no launcher and no new interpreters, which take seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from testkit.processes import run_processes
 
 @contextmanager
 def _in_the_given_group(*_: Any) -> Iterator[None]:
-    """In place of a process group for each run."""
+    """Replaces the context that makes a process group for each run."""
     from megatron_pp import parallel_state
     from megatron_pp.runtime.communicators import close_communicators
 
@@ -28,7 +28,7 @@ def _in_the_given_group(*_: Any) -> Iterator[None]:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Around what takes the signals that end a run."""
+    """A context that restores the handlers of the signals that end a run."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -38,7 +38,7 @@ def handlers_kept() -> Iterator[None]:
 
 
 def train_here(flags: Sequence[str]) -> Any:
-    """One run of the training program in this process. Returns its ``Trainer``."""
+    """Run the training program once in this process. Returns its ``Trainer``."""
     from examples.gpt import program
 
     with handlers_kept():
@@ -54,12 +54,12 @@ def train_rank(rank: int, size: int, folder: Path, runs: Sequence[Sequence[str]]
     program.joined = _in_the_given_group  # type: ignore[assignment]
     with redirect_stdout(StringIO()) as output:
         for flags in runs:
-            train_here([*flags, "--no-plot"])  # drawing takes as long as a small run
+            train_here([*flags, "--no-plot"])  # drawing would take as long as a small run
     return output.getvalue()
 
 
 def train(ranks: int, folder: Path, *runs: Sequence[str], timeout: float = 150.0) -> str:
-    """One run of the training program after the other, each with its flags, in ``folder``. Returns the first rank's
-    output; raises RankFailedError where a rank raises.
+    """Run the training program in ``folder``, once for each of ``runs``, which are flags. Returns the first rank's
+    output. Raises RankFailedError if a rank raises.
     """
     return run_processes(train_rank, ranks, (folder, runs), timeout=timeout, start_method="forkserver")[0]

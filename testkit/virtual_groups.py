@@ -1,8 +1,8 @@
 """torch.distributed for ranks that are threads: process groups of backend "nccl" between virtual devices.
 
 ``process_group`` makes the calling thread a member of a job of ``network.size`` ranks. The transport for NCCL, its
-channels (``ProcessGroupNCCL``), batches and aborts then run as they are. Communicators connect through the store and
-on their first operation, as NCCL's do, so the ranks must run freely (``StreamNetwork(..., seed=None)``).
+channels (``ProcessGroupNCCL``), batches and aborts then run unchanged. Communicators connect through the store at their
+first operation, as in NCCL. So the ranks must run freely (``StreamNetwork(..., seed=None)``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from testkit.streams.device import current_device
 from testkit.streams.network import StreamNetwork, StreamWork
 
 _IDS = itertools.count()
-_THREAD_BLOCKS = 32  # of a communicator that does not say, as NCCL's on Hopper
+_THREAD_BLOCKS = 32  # thread blocks of a communicator without a setting, as for NCCL on Hopper
 _REDUCTIONS: dict[Any, Any] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
@@ -51,14 +51,14 @@ class _Options(SimpleNamespace):
 
 
 class _Communicator(NamedTuple):
-    """``members``: rank in the group -> in the job."""
+    """A communicator. ``members``: rank in the group -> rank in the job."""
 
     name: str
     members: dict[int, int]
 
 
 class VirtualNCCL:
-    """``ProcessGroupNCCL``: one end of each of its communicators, that of the rank which makes it."""
+    """``ProcessGroupNCCL``: its rank's end of each of its communicators."""
 
     Options = _Options
     supports_coalescing = True
@@ -74,18 +74,18 @@ class VirtualNCCL:
         self.size = size
         self.options = options or _Options()
         self.is_aborted = False
-        self._communicators: dict[tuple[int, ...], _Communicator] = {}  # by ranks in the group
+        self._communicators: dict[tuple[int, ...], _Communicator] = {}  # ranks in the group -> communicator
 
     def name(self) -> str:
         return "nccl"
 
     def post(self, requests: Sequence[tuple[bool, torch.Tensor, int]]) -> StreamWork:
-        """(is it a send, tensor, peer's rank in the group) each; several are one operation, of the whole group."""
+        """Post (is_send, tensor, peer's rank in the group) requests. Several are one operation of the whole group."""
         return self._post(requests, tuple(range(self.size)))
 
     def post_alone(self, is_send: bool, tensor: torch.Tensor, peer: int) -> StreamWork:
-        """A send or receive that is not in a batch: the two ranks have a communicator of their own for these, unless
-        the group was made for a device (``device_id``; pytorch#154132)."""
+        """Post a send or receive that is not in a batch. The two ranks have their own communicator for it, unless the
+        group was made for a device (``device_id``; pytorch#154132)."""
         pair = (min(self.rank, peer), max(self.rank, peer))
         return self._post([(is_send, tensor, peer)], tuple(range(self.size)) if self.options.for_device else pair)
 
@@ -104,7 +104,7 @@ class VirtualNCCL:
         return self.network.post(self.device.rank, queue, ends, priority, blocks)
 
     def _connect(self, ranks: tuple[int, ...]) -> _Communicator:
-        """Collective, as ncclCommInitRank is: the host waits for all of ``ranks``."""
+        """Make a communicator. Collective, like ncclCommInitRank: the host waits for all of ``ranks``."""
         where = "-".join(map(str, ranks))
         self.store.set(f"{where}: member {self.rank}", str(self.device.rank))
         if self.rank == ranks[0]:
@@ -129,11 +129,11 @@ class VirtualNCCL:
         self.options._timeout = timeout
 
     def shutdown(self) -> None:
-        """Nothing is left open."""
+        """Does nothing: no resource is open."""
 
 
 class _Done(dist._Work):
-    """Of what the current stream has been made to wait for already."""
+    """The work of an operation for which the current stream already waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,11 +146,11 @@ class _Done(dist._Work):
 
 
 class VirtualGroup(dist.ProcessGroup):
-    """``ProcessGroup`` over a ``VirtualNCCL``, or over torch's own gloo, which carries what lies in host memory."""
+    """``ProcessGroup`` over a ``VirtualNCCL``, or for tensors in host memory over torch's own gloo."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._backends: dict[str, Any] = {}  # by type of device
+        self._backends: dict[str, Any] = {}  # type of device -> backend
         self._name = self._desc = ""
 
     def _set_group_name(self, name: str) -> None:
@@ -168,7 +168,7 @@ class VirtualGroup(dist.ProcessGroup):
         return self._desc
 
     def _set_default_backend(self, kind: Any) -> None:
-        """There is one."""
+        """Does nothing: there is only one backend."""
 
     def _register_backend(self, device: torch.device, kind: Any, backend: Any = None) -> None:
         self._backends[device.type] = backend
@@ -183,7 +183,8 @@ class VirtualGroup(dist.ProcessGroup):
         return self._get_backend(torch.device("cuda"))
 
     def _is_for_gloo(self, tensor: torch.Tensor) -> bool:
-        """``Tensor.is_cuda`` is the real one inside of torch's own functions."""
+        """Whether the tensor is in host memory. ``Tensor.is_cuda`` cannot be used: within torch's own functions it is
+        the real one."""
         if CPU.type not in self._backends:
             return False
         return "cuda" not in self._backends or self.backend.device.is_host_memory(tensor)
@@ -198,7 +199,7 @@ class VirtualGroup(dist.ProcessGroup):
             return self._backends["cpu"].recv(tensors, peer, tag)
         return self.backend.post_alone(False, tensors[0], peer)
 
-    # Collectives exchange all members' tensors, which is more than NCCL sends, and the same to streams.
+    # Collectives exchange the tensors of all members. This is more than NCCL sends, but it is the same for streams.
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         kind = dist.ReduceOp.SUM if opts is None else opts.reduceOp
@@ -211,7 +212,7 @@ class VirtualGroup(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        """What the other ranks have afterwards is undefined."""
+        """Reduce to one rank. The other ranks' tensors are undefined afterwards."""
         return self.allreduce(tensors)
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
@@ -220,7 +221,7 @@ class VirtualGroup(dist.ProcessGroup):
         output.copy_(mine.view(-1).chunk(self.size())[self.rank()].view_as(output))
         return _Done()
 
-    reduce_scatter_single = _reduce_scatter_base  # its name from torch 2.13 on
+    reduce_scatter_single = _reduce_scatter_base  # the name from torch 2.13 on
 
     def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None) -> Any:
         everyone = self._exchange(tensors[0])
@@ -230,7 +231,7 @@ class VirtualGroup(dist.ProcessGroup):
         return _Done()
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        """``_allgather_base`` before torch 2.15."""
+        """Gather into one tensor. Before torch 2.15 its name is ``_allgather_base``."""
         return self.allgather([list(output.view(-1).chunk(self.size()))], [tensor.view(-1)])
 
     _allgather_base = all_gather_single
@@ -238,7 +239,7 @@ class VirtualGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, to: list[int], of: list[int], opts: Any = None
     ) -> Any:
-        """Of equal parts; ``alltoall_base`` in other releases of torch."""
+        """Exchange equal parts. In other releases of torch its name is ``alltoall_base``."""
         everyone = self._exchange(tensor)
         everyone.insert(self.rank(), tensor)
         for mine, theirs in zip(output.chunk(self.size()), everyone, strict=True):
@@ -270,7 +271,7 @@ class VirtualGroup(dist.ProcessGroup):
         return self.backend.post([(False, tensors[0], opts.rootRank)])
 
     def barrier(self, opts: Any = None) -> Any:
-        """The host waits, as in ProcessGroupNCCL."""
+        """A barrier for which the host waits, as in ProcessGroupNCCL."""
         self.allreduce([torch.zeros(1)])
         self.backend.device.synchronize([self.backend.device.stream], "a barrier")
         return _Done()
@@ -294,7 +295,7 @@ class VirtualGroup(dist.ProcessGroup):
 
 
 class _WorldPerThread:
-    """``torch.distributed``'s table of process groups, one for each thread."""
+    """``torch.distributed``'s tables of process groups, separate for each thread."""
 
     def __init__(self) -> None:
         object.__setattr__(self, "_local", threading.local())
@@ -303,7 +304,8 @@ class _WorldPerThread:
         local = self._local
         if not hasattr(local, "world"):
             local.world = c10d._World()
-            local.world.made = []  # this rank's groups, None for others': torch's tables are all threads'
+            # This rank's groups, None for those of other ranks, because all threads share torch's tables.
+            local.world.made = []
         return local.world
 
     def __getattr__(self, name: str) -> Any:
@@ -322,7 +324,7 @@ def _batch_isend_irecv(ops: list[Any]) -> list[Any]:
 
 @contextmanager
 def virtual_distributed() -> Iterator[None]:
-    """``torch.distributed`` for threads that are ranks; within ``virtual_cuda``."""
+    """A context with ``torch.distributed`` for threads that are ranks. Use it within ``virtual_cuda``."""
     with replaced(
         [
             (c10d, "_world", _WorldPerThread()),
@@ -341,7 +343,8 @@ def virtual_distributed() -> Iterator[None]:
 
 
 def _forget_groups() -> None:
-    """Those of ranks that still wait: torch's tables are all threads', and its next group may not have their names."""
+    """Remove the groups of ranks that still wait. All threads share torch's tables, and the next group must not have
+    their names."""
     world: Any = c10d._World()
     for table in (world.pg_map, world.pg_names, world.pg_group_ranks):
         for group in [one for one in list(table) if isinstance(one, VirtualGroup)]:
@@ -352,7 +355,7 @@ def _forget_groups() -> None:
 def process_group(
     network: StreamNetwork, rank: int, store: Any, device_id: torch.device | None = None
 ) -> Iterator[dist.ProcessGroup]:
-    """In the thread of ``rank``: the job's default group, with ``store`` (one ``HashStore`` for all ranks)."""
+    """A context with the job's default group in the thread of ``rank``. ``store``: one ``HashStore`` for all ranks."""
     _init_process_group("nccl", store=store, rank=rank, world_size=network.size, device_id=device_id)
     try:
         yield c10d._get_default_group()
@@ -370,7 +373,7 @@ def _init_process_group(
 
 
 def _new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
-    """``torch.distributed.new_group``: all ranks of the job make all groups, in one order."""
+    """``torch.distributed.new_group``. All ranks of the job make all groups, in the same order."""
     world: Any = c10d._world
     store, mine = world.pg_map[world.default_pg][1], world.default_pg.rank()
     members = range(world.default_pg.size()) if ranks is None else sorted(ranks)
@@ -381,7 +384,7 @@ def _new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) ->
 
 
 def _join(members: Sequence[int], rank: int, store: Any, options: _Options) -> VirtualGroup:
-    """``members``: the ranks in the job."""
+    """Join a group. ``members``: the ranks of the job that are in it."""
     world: Any = c10d._world
     name, place = str(len(world.made)), members.index(rank)
     group = VirtualGroup(store, place, len(members))
@@ -396,7 +399,7 @@ def _join(members: Sequence[int], rank: int, store: Any, options: _Options) -> V
 
 
 def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """One group, or all."""
+    """Destroy one group, or all."""
     world: Any = c10d._world
     everything = group is None or group is world.default_pg
     for one in world.made if everything else [group]:

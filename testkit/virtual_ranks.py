@@ -1,4 +1,4 @@
-"""Ranks as threads on virtual devices, in place of processes on GPUs: `run_processes` without a GPU."""
+"""Ranks as threads on virtual devices, in place of processes on GPUs: ``run_processes`` without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from testkit.virtual_groups import process_group, virtual_distributed
 
 
 class _OfRank(MutableMapping[Any, Any]):
-    """A table that each process has, in all threads of the rank."""
+    """A table of the process, separate for each rank, and shared by all threads of the rank."""
 
     def __init__(self) -> None:
         self._tables: defaultdict[VirtualDevice | None, dict[Any, Any]] = defaultdict(dict)
@@ -56,10 +56,12 @@ def run_on_virtual_devices(
     environment: dict[str, str] | None = None,
     start_method: str = "",
 ) -> list[Any]:
-    """As ``run_processes``, within ``virtual_machine``: ``rank_main(rank, size, *args)`` makes the process group."""
+    """``run_processes`` within ``virtual_machine``. ``rank_main(rank, size, *args)`` makes the process group."""
     assert backend is None
     rules = DeviceRules(one_device=True)
-    network = StreamNetwork(size, seed=None, record_streams=True, rules=rules, looks_for_races=False)  # nobody asks
+    network = StreamNetwork(
+        size, seed=None, record_streams=True, rules=rules, looks_for_races=False
+    )  # no caller reads races
 
     def run(rank: int) -> Any:
         with network.running(rank):
@@ -74,7 +76,7 @@ def run_on_virtual_devices(
     with patch.dict(os.environ, environment or {}), replaced(places):
         try:
             return run_ranks(size, run, network.abort, timeout)
-        finally:  # as where the ranks' programs end
+        finally:  # as at the end of the ranks' programs
             for method in reversed(at_exit):
                 call_if_alive(method)
 
@@ -88,7 +90,7 @@ def check_ranks(
     rules: DeviceRules = NO_MORE_RULES,
     timeout: float = 60.0,
 ) -> StreamReport:
-    """As ``check_streams``, of any code that calls ``torch.distributed``: ``rank_main(rank, size, *args)`` runs in a
+    """``check_streams`` for any code that calls ``torch.distributed``. ``rank_main(rank, size, *args)`` runs in a
     thread per rank, each the host of a virtual CUDA device, within a process group of backend "nccl"."""
     network, store = StreamNetwork(size, seed=None, record_streams=record_streams, rules=rules), dist.HashStore()
 
@@ -103,7 +105,9 @@ def check_ranks(
 
 @contextmanager
 def virtual_machine(*places: tuple[Any, str, Any]) -> Iterator[None]:
-    """``torch.cuda`` and ``torch.distributed`` are virtual, and so is what ``places`` says: (place, name, new) each."""
-    of_processes = [(load("slices"), "_RUNNING", _OfRank())] if "slices" in MODULES else []  # a copy may lack it
+    """A context in which ``torch.cuda`` and ``torch.distributed`` are virtual. ``places``: further replacements,
+    (place, name, new)."""
+    # A copy of the package may lack it.
+    of_processes = [(load("slices"), "_RUNNING", _OfRank())] if "slices" in MODULES else []
     with virtual_cuda(), virtual_distributed(), patch.dict(os.environ), replaced([*of_processes, *places]):
         yield

@@ -40,7 +40,7 @@ class Episode:
     fields      fields of the config
     sample_every  steps between two samples of the resident memory; 0: none
     seq_length  a message has seq_length * 32 bytes: 3 fits into any socket's buffer, 500,000 into none
-    group_timeout  seconds of the process groups; for that time a transfer that gloo cannot end holds a thread, its socket
+    group_timeout  seconds of the process groups; until then a transfer that gloo cannot end holds a thread, its socket
                    and its tensor (see ``comm/gloo/waiting_threads.py``)
     stopped_seconds  seconds after which a stopped rank counts as failed, if ``p2p_timeout`` is not shorter
     """

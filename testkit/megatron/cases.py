@@ -1,6 +1,6 @@
-"""What is compared with Megatron-core, as data: which model, cut how, run by which schedule.
+"""The cases that are compared with Megatron-core, as data: a model, its parallel layout, and a schedule.
 
-Plain dataclasses without torch, so that a test or a script can list cases and read results without starting anything.
+They are plain dataclasses without torch, so that a test or a script can list cases and read results without a start.
 `lab` builds and runs one case on a rank; `runner` runs lists of them on sets of processes.
 """
 
@@ -15,9 +15,9 @@ POLICIES = ("overlap", "overlap+flush", "batched", "plain")
 
 @dataclass(frozen=True)
 class Model:
-    """A small GPT of Megatron-core, and the data it sees. Sizes are in tokens, features and layers. ``hybrid``: the
-    pattern of a HybridModel's layers, which is built in its place; ``flags``: of Megatron's scripts, which then say all
-    of the config."""
+    """A small GPT of Megatron-core, and its data. Sizes are in tokens, features and layers. ``hybrid``: the layer
+    pattern of a HybridModel, which is built instead. ``flags``: flags of Megatron's scripts, which then decide the
+    whole config."""
 
     layers: int = 8
     hidden: int = 16
@@ -37,7 +37,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a model under one cut and one way to communicate. `engine` is "ours" or "megatron"."""
+    """One run: a model with one parallel layout and one way to communicate. `engine` is "ours" or "megatron"."""
 
     model: Model = field(default_factory=Model)
     engine: str = "ours"
@@ -46,8 +46,8 @@ class Case:
     tp: int = 1
     dp: int = 1
     cp: int = 1
-    ep: int = 1  # over the data-parallel ranks
-    etp: int | None = None  # tensor-parallel ranks of an expert; None: as many as of other layers
+    ep: int = 1  # split over the data-parallel ranks
+    etp: int | None = None  # tensor-parallel ranks of an expert; None: as for other layers
     microbatches: int = 8
     policy: str = "plain"
     deallocate: bool = True
@@ -65,20 +65,21 @@ class Case:
     trace: bool = False
     split_tied: bool = False  # give tied embeddings two parameters of equal values, and add their gradients at the end
     schedule: str | None = None  # config.pipeline_schedule of our engine
-    split_weight_grad: bool = False  # the script converts the chunks, else install() does where the schedule has a W
-    loop: str = "plain"  # what the training loop does, see `loops.LOOPS`
+    split_weight_grad: bool = False  # the script converts the chunks; otherwise install() does, if the schedule has W
+    loop: str = "plain"  # the kind of training loop, see `loops.LOOPS`
 
     @property
     def world(self) -> int:
         return self.pp * self.tp * self.dp * self.cp
 
     def short(self) -> Case:
-        """At most two steps, of two microbatches a stage, and four at least: a warm-up, a steady state, a cool-down."""
+        """The case with at most two steps, and two microbatches for each stage but at least four: a warm-up, a steady
+        state, a cool-down."""
         count = min(self.microbatches, max(4, 2 * self.pp))
         return replace(self, steps=min(self.steps, 2), microbatches=count)
 
     def label(self) -> str:
-        """One line that is different for each case of a table."""
+        """One line that differs for all cases of a table."""
         parts = [f"P={self.pp}", f"V={self.vp or '-'}", self.policy]
         parts.append("dealloc" if self.deallocate else "keep")
         if self.variable_shapes:
@@ -102,12 +103,12 @@ class Case:
 
 @dataclass
 class Job:
-    """A case to run and what to do with its losses and gradients.
+    """A case to run, and what happens with its losses and gradients.
 
     `save` and `reference` are paths of files; "{rank}" in them becomes the rank. `reference` is what the
     run's own losses, gradients and parameters are compared with; with `other_cut` it has the same parameters on other
-    ranks of the pipeline. `check` is "module:function", called on every rank
-    with the case in place of all this; what it returns comes back in the outcome's `facts`.
+    ranks of the pipeline. `check` is "module:function". It is called on every rank with the case, in place of a
+    training. Its result is in the outcome's `facts`.
     """
 
     case: Case
@@ -133,8 +134,8 @@ class Job:
 def compared(
     cases: Iterable[Case], reference_of: Callable[[Case], Case], file: str, other_cut: bool = False
 ) -> list[Job]:
-    """Each case as a job that is compared with its reference, which comes before it, once; by number of ranks. "{n}" in
-    the reference's ``file`` becomes a number.
+    """Jobs that compare each case with its reference, ordered by number of ranks. Each reference comes once, before its
+    cases. "{n}" in the reference's ``file`` becomes a number.
     """
     jobs: list[Job] = []
     saved: dict[Case, str] = {}
@@ -149,13 +150,12 @@ def compared(
 
 @dataclass
 class Outcome:
-    """What became of a job. `status` is "ok", "error" or "hang"; the differences are the largest over all ranks.
+    """The outcome of a job. `status` is "ok", "error" or "hang". Differences are the largest over all ranks.
 
     loss_difference, grad_difference, param_difference, note_difference: largest absolute difference (inf where a
     number is not finite); notes are those of the training loop.
-    grad_size: largest absolute gradient, to see that the comparison compared something.
-    compared: number of parameters compared, over all ranks.
-    traces, facts: per rank, what was recorded and what a check returned.
+    grad_size: largest absolute gradient, which shows that the comparison is not of zeros. compared: number of
+    parameters compared, over all ranks. traces, facts: per rank, the recorded lines and the results of a check.
     """
 
     status: str
@@ -171,7 +171,7 @@ class Outcome:
     facts: list[Any] = field(default_factory=list)
 
     def short(self) -> str:
-        """For a cell of a table: what differs, or what went wrong."""
+        """The text for a cell of a table: the largest difference, or the failure."""
         if self.status != "ok":
             return self.status if not self.message else f"{self.status}: {self.message}"
         found = (self.loss_difference, self.grad_difference, self.param_difference, self.note_difference)

@@ -1,5 +1,5 @@
-"""Combined 1F1B on this rank: Megatron's own schedule, this engine's through the same schedule plans, and the whole
-model alone, trained one after the other and compared.
+"""Trains with combined 1F1B on this rank under Megatron's own schedule, under this engine with the same schedule plans,
+and with the whole model alone, and compares the three.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from testkit.megatron.cases import Case, Model
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest; inf where a number is not finite."""
+    """The largest difference. Infinite if a number is not finite."""
     return float((ours - theirs).abs().max()) if bool(torch.isfinite(ours).all()) else float("inf")
 
 
 def forward_step(
     per_token: bool, data_iterator: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
-    """Megatron's training script passes such a function: under combined 1F1B it returns the schedule plan."""
+    """A forward step as in Megatron's training script. Under combined 1F1B it returns the schedule plan."""
     return lab.forward_step(
         per_token, data_iterator, model, model.build_schedule_plan if return_schedule_plan else None
     )
 
 
 class Run(lab.Run):
-    """One case: with the data of ``replicas`` data-parallel ranks on each of them, microbatch by microbatch."""
+    """One case on this rank. With ``replicas`` a rank sees the data of that many data-parallel ranks, microbatch by
+    microbatch."""
 
     def __init__(self, case: Case, combined: bool = True, replicas: int = 1, delay: bool = False) -> None:
         super().__init__(case)
         self.queues = delay_weight_gradients(self.chunks) if delay else []
         self.config.delay_wgrad_compute = delay
-        # Set later: the config wants half precision, where equal numbers could hide a difference, and virtual stages.
+        # Set after the config's checks, which require virtual stages and half precision. Half precision could hide
+        # differences.
         self.config.overlap_moe_expert_parallel_comm = combined
         self.replicas = replicas
 
@@ -90,9 +92,9 @@ class Run(lab.Run):
 
 
 def parities(case: Case) -> dict[str, Any]:
-    """``case`` under Megatron's own combined 1F1B (communicating in the way that is right on every release) and under
-    this engine in the ways of ``VARIANTS``: the largest differences from Megatron, and from one model that holds all
-    layers and experts and sees the microbatches of all data-parallel ranks.
+    """Train ``case`` under Megatron's own combined 1F1B, in the way of communication that is right on every release,
+    and under this engine in the ways of ``VARIANTS``. Returns the largest differences from Megatron, and from one model
+    that has all layers and experts and sees the microbatches of all data-parallel ranks.
     """
     safe = dataclasses.replace(case, policy="plain", deallocate=False)
     with all_to_alls() as lines:
@@ -136,7 +138,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class _Delayed(torch.autograd.Function):
-    """A linear layer that leaves its weight gradient in a queue, as Transformer Engine's under delay_wgrad_compute."""
+    """A linear layer that queues its weight gradient, as Transformer Engine's layers do under delay_wgrad_compute."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, queue: deque[Any]) -> torch.Tensor:
@@ -152,7 +154,8 @@ class _Delayed(torch.autograd.Function):
 
 
 def delay_weight_gradients(chunks: list[Any]) -> list[deque[Any]]:
-    """Give Megatron's own linear layers a ``backward_dw`` that does what its name says. Returns their queues."""
+    """Give Megatron's own linear layers a ``backward_dw`` that computes queued weight gradients. Returns their
+    queues."""
     queues = []
     for name, module in (named for chunk in chunks for named in chunk.named_modules()):
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and ".layers." in name:
@@ -173,7 +176,7 @@ def delay_weight_gradients(chunks: list[Any]) -> list[deque[Any]]:
 
 @contextlib.contextmanager
 def waiting_at_sends(queues: list[deque[Any]]) -> Iterator[list[int]]:
-    """How many weight gradients wait whenever an input gradient is sent."""
+    """A context with a list: the number of queued weight gradients at each send of an input gradient."""
     counts: list[int] = []
     send = PlanExecutor._send_b
 
@@ -186,7 +189,7 @@ def waiting_at_sends(queues: list[deque[Any]]) -> Iterator[list[int]]:
 
 
 def gathered(mine: Any, group: str) -> list[Any]:
-    """That of every rank of this rank's pipeline or expert-parallel group."""
+    """The values of ``mine`` on all ranks of this rank's pipeline or expert-parallel group."""
     state = parallel_state
     of = state.get_pipeline_model_parallel_group if group == "pipeline" else state.get_expert_model_parallel_group
     parts: list[Any] = [None] * of().size()
@@ -195,7 +198,7 @@ def gathered(mine: Any, group: str) -> list[Any]:
 
 
 def whole(result: dict[str, Any]) -> dict[str, Any]:
-    """The results of all ranks of the pipeline."""
+    """The results of all ranks of the pipeline, as one."""
     parts = gathered(result, "pipeline")
     return {
         "losses": next(part["losses"] for part in parts if part["losses"]),
@@ -204,7 +207,7 @@ def whole(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[float]:
-    """The largest of losses, gradients, parameters."""
+    """The largest differences of losses, gradients and parameters."""
     losses = [difference(a, b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)]
     both = [
         max(difference(value, theirs[kind][name]) for name, value in ours[kind].items())
@@ -215,7 +218,7 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[float]:
 
 @contextlib.contextmanager
 def all_to_alls() -> Iterator[list[str]]:
-    """The all-to-alls of experts that schedule plans run, in their order, as text."""
+    """A context with a list: the all-to-alls of experts that schedule plans run, in order, as text."""
     from megatron.core.models.common import model_chunk_schedule_plan as plans
     from megatron.core.pipeline_parallel import utils
 

@@ -1,4 +1,4 @@
-"""What a run left on this rank, compared with the files that another run has written, by `megatron_pp.tools.parity`."""
+"""Compares the results of a run on this rank with the files of another run, by `megatron_pp.tools.parity`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_pp.tools.parity.parameters import Place
 from megatron_pp.tools.parity.recorder import GRADIENT, LOSS, PARAMETER, Key, Record, Value
 from testkit.megatron.cases import Case, Job
 
-NOTE = "note"  # of the training loop
+NOTE = "note"  # notes of the training loop
 DIFFERENCES = {
     "loss_difference": LOSS,
     "grad_difference": GRADIENT,
@@ -26,7 +26,7 @@ DIFFERENCES = {
 
 
 def record_of(losses: list[torch.Tensor], notes: list[torch.Tensor], grads: Any, params: Any) -> Record:
-    """Copies, in the order in which a step makes them."""
+    """A record with copies of the values, in the order in which a step makes them."""
     kinds = {LOSS: _numbered(losses), NOTE: _numbered(notes), GRADIENT: grads, PARAMETER: params}
     values = {
         Key(0, kind, name): Value(np.array(tensor.detach().float().numpy()))
@@ -45,7 +45,8 @@ def write_reference(record: Record, path: str) -> None:
 
 
 def read_reference(job: Job, rank: int) -> Record:
-    """What this rank is compared with: its own file, or those of all ranks of its pipeline together."""
+    """The record with which this rank is compared: that of its own file, or of the files of all ranks of its
+    pipeline."""
     assert job.reference is not None
     ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     paths = [job.reference.format(rank=other) for other in (ranks if job.other_cut else [rank])]
@@ -54,8 +55,8 @@ def read_reference(job: Job, rank: int) -> Record:
 
 
 def compare(record: Record, reference: Record, case: Case) -> dict[str, Any]:
-    """Largest differences of losses, gradients and parameters; a non-finite number counts as inf. The reference may
-    have more, of stages that are on other ranks."""
+    """The largest differences of losses, gradients and parameters. A number that is not finite counts as inf. The
+    reference may have more values, of stages on other ranks."""
     kinds = [LOSS, NOTE, GRADIENT, PARAMETER]
     counts = {kind: [sum(key.kind == kind for key in one.values) for one in (record, reference)] for kind in kinds}
     for kind in (LOSS, NOTE):

@@ -1,8 +1,8 @@
 """Context parallelism of Megatron-core on the CPU: each rank holds two of the 2 x CP pieces of a sequence.
 
-Megatron's dense attention for it needs Transformer Engine; `megatron_pp.tools.parity.cpu_layers` completes its plain
-one. The sparse attention of its main branch (DSA) has it in plain torch: with `sparse_attention`, attention is
-Megatron's too.
+Megatron's dense attention with context parallelism needs Transformer Engine; `megatron_pp.tools.parity.cpu_layers` adds
+it to the plain attention. The sparse attention of Megatron's main branch (DSA) has it in plain torch. So with
+`sparse_attention` the attention is also Megatron's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def of_this_rank(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Linear(torch.nn.Linear):
-    """A layer of an indexer, for Transformer Engine's there: equal on all tensor-parallel ranks."""
+    """A linear layer of the indexer, in place of Transformer Engine's. It is equal on all tensor-parallel ranks."""
 
     def __init__(self, inputs: int, outputs: int, **unused: Any) -> None:
         super().__init__(inputs, outputs, bias=False)

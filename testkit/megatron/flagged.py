@@ -1,7 +1,7 @@
-"""Config and GPTModel from flags of Megatron's training scripts, as Megatron-LM's own `gpt_builder` makes them.
+"""Makes a config and a GPTModel from flags of Megatron's training scripts, as Megatron-LM's own `gpt_builder` does.
 
-Megatron's parser is not in Megatron-core: flags are read by the table of `megatron-pp check`. A flag that nothing here
-uses is an error.
+Megatron-core does not have Megatron's parser, so the table of `megatron-pp check` reads the flags. A flag that this
+module does not use is an error.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from megatron_pp.tools.flags.table import settings
 from testkit.megatron.cases import Case
 
 _ELSEWHERE = (
-    # of the model, beside its config
+    # settings of the model that are not in its config
     *("seq_length", "max_position_embeddings", "position_embedding_type", "vocab_size", "make_vocab_size_divisible_by"),
     "rotary_base",
     *("untie_embeddings_and_output_weights", "swiglu", "group_query_attention", "num_experts"),
-    # of the pipeline, the wrapper and the optimizer: `lab` has them from the Case
+    # settings of the pipeline, the wrapper and the optimizer, which `lab` has from the Case
     *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "use_distributed_optimizer"),
     *("overlap_grad_reduce", "overlap_param_gather", "micro_batch_size", "global_batch_size"),
 )
-"""Settings that no field of the config has the name of, and that are used here or by `lab`."""
+"""Settings that are not fields of the config, and that this module or `lab` uses."""
 _OF_THE_LOOP = (
     *("tokenizer_type", "mock_data", "train_iters", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "log_interval"),
     *("eval_iters", "eval_interval", "num_workers", "distributed_backend", "no_persist_layer_norm"),
     *("masked_softmax_fusion", "bias_gelu_fusion", "bias_swiglu_fusion"),
 )
-"""Settings of the data, of how long training lasts, and of kernels for GPUs."""
+"""Settings of the data, of the length of training, and of kernels for GPUs, which are ignored."""
 
 
 def config_of(case: Case) -> TransformerConfig:
@@ -74,7 +74,7 @@ def config_of(case: Case) -> TransformerConfig:
 
 
 def _layers_of_experts(text: str) -> int | list[int]:
-    """``([0]*3+[1]*58)``, as Megatron evaluates it."""
+    """The value of a pattern such as ``([0]*3+[1]*58)``, as Megatron evaluates it."""
     if "[" not in text:
         return int(text)
     repeated = re.sub(r"\[(\d)\]\*(\d+)", lambda found: repr([int(found[1])] * int(found[2])), text)
@@ -83,7 +83,7 @@ def _layers_of_experts(text: str) -> int | list[int]:
 
 
 def build_flagged(case: Case, config: TransformerConfig, **place: Any) -> torch.nn.Module:
-    """A chunk: ``place`` has ``pre_process``, ``post_process`` and ``vp_stage``."""
+    """A model chunk. ``place`` has ``pre_process``, ``post_process`` and ``vp_stage``."""
     given = read_words(case.model.flags).given
     norm, vp_stage = config.normalization, place["vp_stage"]
     if config.num_moe_experts:

@@ -1,7 +1,7 @@
-"""Trainings that are compared with Megatron-core's own schedule at the same cut, in the groups of docs/parity.md.
+"""Trainings that are compared with Megatron-core's own schedule in the same layout, in the groups of docs/parity.md.
 
-Each is a case with the policy under which the test suite runs it, where it does; scripts/parity_table.py runs all
-under each policy.
+Each is a case with the policy under which the test suite runs it, if it does. scripts/parity_table.py runs all under
+each policy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ POLICIES = ("plain", "batched", "overlap")
 
 
 def _model(layers: int = 4, *, experts: int | None = None, per_token: bool = False, **fields: Any) -> Model:
-    """`fields` are the config's, but for dropout and tied."""
+    """A small model. `fields` are fields of the config, except dropout and tied."""
     own = {name: fields.pop(name) for name in ("dropout", "tied", "position") if name in fields}
     return Model(
         layers=layers, experts=experts, per_token_loss=per_token, extra_config=tuple(sorted(fields.items())), **own
@@ -23,7 +23,7 @@ def _model(layers: int = 4, *, experts: int | None = None, per_token: bool = Fal
 
 
 def _case(pp: int, vp: int | None = None, *, model: Model | None = None, **more: Any) -> Case:
-    """Two steps with Adam, unless `more` says otherwise."""
+    """A case of two steps with Adam, unless `more` says otherwise."""
     fields: dict[str, Any] = {"steps": 2, "optimizer": "adam", "policy": "overlap", **more}
     return Case(model or _model(), pp=pp, vp=vp, **fields)
 
@@ -148,7 +148,7 @@ LAYOUTS = {
 
 
 def _sparse(**fields: Any) -> Model:
-    """Multi-latent attention of which each token sees four others, chosen by Megatron's indexer (DSA)."""
+    """A model with multi-latent attention in which each token sees four others, chosen by Megatron's indexer (DSA)."""
     sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
     indexer = {"n_heads": 2, "head_dim": 8, "topk": 4, "loss_coeff": 0.1, "rotate_activation": False}
     return _model(
@@ -173,7 +173,7 @@ CONTEXT = {
     "CP 2, Megatron's sparse attention, chunks, per-token loss": _case(2, 2, cp=2, model=_sparse(per_token=True)),
 }
 SINCE = {title: (0, 20) for title in CONTEXT if "sparse attention" in title}
-"""Trainings that need a release (major, minor)."""
+"""Training -> the first release (major, minor) that has what it needs."""
 
 LOOPS = {
     "per-token loss": _case(2, model=_model(per_token=True)),
@@ -200,7 +200,7 @@ GROUPS: dict[str, dict[str, Case]] = {
 
 
 def reference_case(case: Case) -> Case:
-    """The same training under Megatron's own schedule, in the policy that is right on every release."""
+    """The same training under Megatron's own schedule, with the policy that is right on every release."""
     return dataclasses.replace(case, engine="megatron", policy="plain", deallocate=False)
 
 

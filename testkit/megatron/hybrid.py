@@ -1,4 +1,4 @@
-"""Megatron-core's HybridModel on the CPU: attention and MLP layers, of Megatron's own modules."""
+"""Megatron-core's HybridModel on the CPU, with attention and MLP layers made of Megatron's own modules."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from testkit.megatron.cases import Model
 
 
 def hybrid_model(config: Any, model: Model, **place: Any) -> Any:
-    """A chunk of the model whose layers are those of the pattern ``model.hybrid``: "*" attention, "-" MLP, "|" the end
-    of a stage, and behind "/" what predicts a further token."""
+    """A chunk of the model with the layers of the pattern ``model.hybrid``: "*" attention, "-" MLP, "|" the end of a
+    stage, and after "/" the layers that predict one more token."""
     block = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
     block.TENorm = WrappedTorchNorm  # type: ignore[attr-defined]  # what it imports, Transformer Engine's, has no CPU
     kind = importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel

@@ -1,8 +1,7 @@
 """Run one case of `cases` on this rank: Megatron-core's own GPTModel, DDP and optimizer, under either engine.
 
-The same weights for every cut: a parameter's values depend on its name in the whole model (with the layer's global
-number), so that gradients of any cut can be compared, name by name, with those of one process that holds all
-layers.
+Weights are the same in every layout: a parameter's values depend on its name in the whole model, with the layer's
+global number. So gradients of any layout can be compared, name by name, with those of one process that has all layers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 from megatron_pp.tools.parity import cpu_layers, cpu_stand_in
 
-warnings.simplefilter("ignore")  # no Apex, no Transformer Engine, names that torch deprecates: all known here
+warnings.simplefilter("ignore")  # hides known warnings: no Apex, no Transformer Engine, names that torch deprecates
 cpu_stand_in.redirect()
 
 import torch  # noqa: E402
@@ -58,12 +57,12 @@ from testkit.megatron.comparison import compare, read_reference, record_of, writ
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
 Tensors = dict[str, torch.Tensor]
-# The sizes and embedding ranks for which parallel_state was last set up here.
+# The sizes and embedding ranks for which this process last set up parallel_state.
 _CUT: ContextVar[tuple[Any, ...] | None] = ContextVar("cut", default=None)
 
 
 def set_up_parallel_state(case: Case) -> None:
-    """Megatron's process groups for the case, made anew only when the cut differs from the last one."""
+    """Make Megatron's process groups for the case, unless the last case had the same layout."""
     wanted = (case.pp, case.tp, case.cp, case.ep, case.etp, embedding_ranks(case, list(range(case.pp))))
     if not parallel_state.model_parallel_is_initialized() or wanted != _CUT.get():
         if parallel_state.model_parallel_is_initialized():
@@ -82,14 +81,14 @@ def set_up_parallel_state(case: Case) -> None:
 
 
 def forget_groups() -> None:
-    """The next case makes its process groups anew."""
+    """Make the next case set up its process groups again."""
     parallel_state.destroy_model_parallel()
     _CUT.set(None)
 
 
 def embedding_ranks(case: Case, ranks: list[int]) -> list[int]:
-    """Those of a pipeline's ranks that share the embedding: the first and the last, or, with further tokens predicted
-    on a stage of its own, that one, and the last one only where the output layer is tied to it; as Megatron's scripts.
+    """The ranks of a pipeline that share the embedding, as in Megatron's scripts: the first and the last. If further
+    tokens are predicted on a stage of their own, that stage too, and the last one only if the output layer is tied.
     """
     layout = dict(case.model.extra_config).get("pipeline_model_parallel_layout", "")
     layout = layout or Flags.read(case.model.flags).text("--pipeline-model-parallel-layout")
@@ -154,14 +153,14 @@ def layer_spec(case: Case) -> Any:
 
 
 def mtp_spec(case: Case, config: TransformerConfig, vp_stage: int | None) -> Any:
-    """Of the layers that predict further tokens, where this chunk holds them; None elsewhere."""
+    """The spec of the layers that predict further tokens, if this chunk has them; None otherwise."""
     if config.mtp_num_layers is None:
         return None
     return get_gpt_mtp_block_spec(config, layer_spec(case), use_transformer_engine=False, vp_stage=vp_stage)
 
 
 def build_chunks(case: Case, config: TransformerConfig) -> list[torch.nn.Module]:
-    """This rank's model chunks, with the weights that their names say."""
+    """This rank's model chunks. Their names decide their weights."""
     return [build_chunk(case, config, chunk if case.vp else None) for chunk in range(case.vp or 1)]
 
 
@@ -193,7 +192,7 @@ def build_chunk(case: Case, config: TransformerConfig, vp_stage: int | None) -> 
 
 def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(name in the whole model, parameter) of one chunk. Tied embeddings have one name, also on the last stage, unless
-    that has a copy of the embedding itself, to predict further tokens.
+    that stage has its own copy of the embedding to predict further tokens.
     """
     model, place = unwrapped(chunk), Place.here()
     modules = dict(model.named_modules())
@@ -236,8 +235,8 @@ def batches(case: Case, step: int, evaluation: bool = False) -> list[torch.Tenso
 def forward_step(
     per_token: bool, data_iterator: Iterator[torch.Tensor], model: torch.nn.Module, call: Any = None
 ) -> tuple[Any, Any]:
-    """What a training script passes as `forward_step_func`. Half of the tokens of the first sequence are masked.
-    ``call`` is what is called in place of the model.
+    """A `forward_step_func` as in a training script. Half of the tokens of the first sequence are masked. ``call`` is
+    called in place of the model.
     """
     tokens = next(data_iterator)
     positions = torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
@@ -265,7 +264,7 @@ class Run:
         self.case = case
         set_up_parallel_state(case)
         self.config = make_config(case)
-        MTPLossLoggingHelper.tracker = {}  # its size is that of the first run
+        MTPLossLoggingHelper.tracker = {}  # the first run decides its size
         self.loop = LOOPS[case.loop](self.config, functools.partial(forward_step, case.model.per_token_loss))
         chunks = [self.loop.wrapped(chunk, self._other_chunk) for chunk in build_chunks(case, self.config)]
         if case.split_weight_grad:
@@ -276,7 +275,7 @@ class Run:
         self.losses: list[torch.Tensor] = []
 
     def _other_chunk(self, **sizes: Any) -> torch.nn.Module:
-        """The first model chunk of this rank's, with other sizes."""
+        """This rank's first model chunk, with other sizes."""
         case = dataclasses.replace(self.case, model=dataclasses.replace(self.case.model, **sizes))
         return build_chunk(case, make_config(case), 0 if case.vp else None)
 
@@ -289,7 +288,7 @@ class Run:
             use_distributed_optimizer=case.optimizer == "distributed",
             bucket_size=case.bucket_size,
         )
-        # As Megatron's training script does: buckets of later chunks are not split, their reduction is not
+        # As in Megatron's training script, buckets of later chunks are not split, and their reduction is not
         # overlapped.
         return [
             DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=index > 0)
@@ -310,7 +309,7 @@ class Run:
         return get_megatron_optimizer(config, self.chunks)
 
     def _hook_config(self) -> None:
-        """The fields that Megatron's training loop sets on the config before the first step."""
+        """Set the config's fields that Megatron's training loop sets before the first step."""
         case, chunks, config = self.case, self.chunks, self.config
 
         def one_or_list(items: list[Any]) -> Any:
@@ -362,7 +361,8 @@ class Run:
             self.optimizer.step()
 
     def check_conversion(self) -> None:
-        """Whoever converts the chunks, they are after a training step of ours that splits backwards."""
+        """Check that the chunks are converted after a training step of ours with split backwards, whoever converts
+        them."""
         family = find_family(self.case.schedule or "1f1b")
         if self.case.engine == "ours" and self.case.pp > 1 and family.splits_weight and not self.case.forward_only:
             store = store_of(self.chunks)
@@ -370,7 +370,7 @@ class Run:
             assert store.report.deferred_share > 0
 
     def evaluate(self, step: int) -> None:
-        """A forward-only pass between training steps; must leave gradients and config as they are."""
+        """Run a forward-only pass between training steps. It must not change gradients and config."""
         before = {name: grad.clone() for name, grad in self.gradients().items()}
         fields = dict(vars(self.config))
         with self.loop.evaluation():
@@ -406,7 +406,7 @@ def engine(case: Case) -> contextlib.AbstractContextManager[Any]:
 
 
 def run_job(job: Job) -> dict[str, Any]:
-    """Run the job's case on this rank, save or compare what came out, and report it as plain numbers."""
+    """Run the job's case on this rank, and save or compare its results. Returns a report of plain numbers."""
     case = job.case
     if job.check is not None:
         module, function = job.check.split(":")

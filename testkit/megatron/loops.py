@@ -1,7 +1,7 @@
-"""What a training loop does around its steps, one class for each way that `Case.loop` names.
+"""Training loops that do more than steps. `Case.loop` names one of the classes.
 
-A loop is made by `lab.Run`, before its model. `notes` holds what this rank saw besides losses and gradients; it is
-compared as these are.
+`lab.Run` makes a loop before its model. `notes` has further values of this rank, which are compared like losses and
+gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Forward = Callable[[Any, torch.nn.Module], tuple[Any, Any]]
 
 
 class Loop:
-    """The plain one. `config`: that of the model to be made; `forward`: the forward step of `lab`."""
+    """The plain loop. `config`: that of the model, which is made later. `forward`: the forward step of `lab`."""
 
     def __init__(self, config: Any, forward: Forward) -> None:
         self.config = config
@@ -26,32 +26,33 @@ class Loop:
         self.notes: list[torch.Tensor] = []
 
     def wrapped(self, chunk: torch.nn.Module, build: Callable[..., torch.nn.Module]) -> torch.nn.Module:
-        """The model chunk as it is trained. `build(hidden=...)` makes another of the first chunk's stage."""
+        """The model chunk that is trained. `build(hidden=...)` makes another chunk of the first chunk's stage."""
         return chunk
 
     def iterators(self, data: list[torch.Tensor], chunks: int) -> list[Any]:
         return [iter(data) for _ in range(chunks)]
 
     def runs(self, iterators: list[Any]) -> Iterator[None]:
-        """Once for each run of a step."""
+        """Yields once for each run of a step."""
         yield
 
     def evaluation(self) -> Any:
-        """Around an evaluation."""
+        """The context of an evaluation."""
         return torch.no_grad()
 
     def forward_step(self, data_iterator: Any, model: torch.nn.Module, *more: Any) -> tuple[Any, Any]:
-        """What the schedule gets."""
+        """The `forward_step_func` that the schedule gets."""
         assert not more
         return self.forward(data_iterator, model)
 
     def arguments(self) -> dict[str, Any]:
-        """More arguments of the schedule."""
+        """Further arguments of the schedule."""
         return {}
 
 
 class PartialCheckpoints(Loop):
-    """The third argument of the forward step says whether a microbatch recomputes all layers; Megatron's layers do."""
+    """Partial recomputation. The third argument of the forward step says whether a microbatch recomputes all layers,
+    and Megatron's layers follow it."""
 
     def __init__(self, config: Any, forward: Forward) -> None:
         super().__init__(config, forward)
@@ -69,7 +70,7 @@ class PartialCheckpoints(Loop):
 
 
 class Forces(Loop):
-    """Evaluation with gradients enabled, where a forward takes gradients of its own, as a force field does."""
+    """An evaluation with gradients enabled, whose forward takes gradients itself, as a force field does."""
 
     def __init__(self, config: Any, forward: Forward) -> None:
         super().__init__(config, forward)
@@ -91,7 +92,7 @@ class Forces(Loop):
 
 
 class Rerun(Loop):
-    """Megatron's rerun state machine rejects a loss of every step but the first, and has the step run once more."""
+    """Megatron's rerun state machine rejects a loss in every step except the first, and runs the step again."""
 
     def __init__(self, config: Any, forward: Forward) -> None:
         super().__init__(config, forward)
@@ -133,7 +134,7 @@ class Rerun(Loop):
 
 
 class TwoModels(torch.nn.Module):
-    """A student, in `module`, and a frozen teacher of another width, which is fed through the same pipeline."""
+    """A student, in `module`, and a frozen teacher of another width, which runs through the same pipeline."""
 
     def __init__(self, student: torch.nn.Module, teacher: torch.nn.Module) -> None:
         super().__init__()
@@ -161,7 +162,8 @@ TEACHER = 24  # its hidden size
 
 
 class Distillation(Loop):
-    """A message between stages is as wide as a student and its teacher together: `adjust_tensor_shapes_fn` says so."""
+    """Distillation: a message between stages has the widths of student and teacher together, as
+    `adjust_tensor_shapes_fn` says."""
 
     def wrapped(self, chunk: torch.nn.Module, build: Callable[..., torch.nn.Module]) -> torch.nn.Module:
         return TwoModels(chunk, build(hidden=TEACHER))

@@ -1,10 +1,11 @@
-"""``megatron-pp parity`` for tests, each command in a process that is forked from one that has imported Megatron-core.
+"""Runs ``megatron-pp parity`` for tests. Each command runs in a process forked from one that has imported
+Megatron-core.
 
     done = run_parity(["--json", script, "--num-layers", "8"], folder, {**os.environ, "PYTHONPATH": path})
 
-Importing torch and Megatron-core takes longer than most comparisons. The process starts with the first command and ends
-with this one; its children are what an interpreter that runs ``python -W ignore -m megatron_pp parity`` is once it has
-imported what every script needs. This module is also the program of that process.
+Importing torch and Megatron-core takes longer than most comparisons. The server process starts with the first command,
+and ends with this process. Its children are in the state of ``python -W ignore -m megatron_pp parity`` after the
+imports that every script needs. This module is also the program of the server process.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def run_parity(
     words: Sequence[str], folder: Path, environment: Mapping[str, str], deadline: float = 300.0
 ) -> subprocess.CompletedProcess[str]:
     """Run ``megatron-pp parity`` with the arguments ``words`` in ``folder``. Raises subprocess.TimeoutExpired after
-    ``deadline`` seconds, when the command has been killed."""
+    ``deadline`` seconds, after the command was killed."""
     command = ["megatron-pp", "parity", *words]
     server = _server()
     assert server.stdin is not None
@@ -60,7 +61,7 @@ def _server() -> subprocess.Popen[bytes]:
         [sys.executable, "-W", "ignore", "-m", "testkit.megatron.parity_commands"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        bufsize=0,  # so that select() sees every line that has not been read
+        bufsize=0,  # unbuffered, so that select() sees every unread line
         env=environment,
         start_new_session=True,
     )
@@ -69,21 +70,22 @@ def _server() -> subprocess.Popen[bytes]:
 
 
 def end_server() -> None:
-    """End the process; the next command starts another one."""
+    """End the server process. The next command starts another one."""
     _kill(_server())
     _server.cache_clear()
 
 
 def _kill(server: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)  # with which the command's processes end
+        os.killpg(server.pid, signal.SIGKILL)  # the command's processes end with it
     server.wait()
 
 
 def serve() -> None:
-    """The body of the process: for each line of the input one command, and its exit code on a line of the output."""
+    """The body of the server process. It runs a command for each line of its input, and writes the exit code as a
+    line."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # prints of libraries are not answers
     _import_what_comparisons_need()
     for line in sys.stdin.buffer:
         request = json.loads(line)
@@ -96,8 +98,8 @@ def serve() -> None:
 
 
 def _import_what_comparisons_need() -> None:
-    """As a comparison does, for a script that imports nothing itself. With GPUs what is imported, and how, depends on
-    the layout, and each command does it."""
+    """Import the modules that a comparison needs for a script without imports. With GPUs the imports depend on the
+    layout, so each command does them."""
     import torch
 
     from megatron_pp.tools.parity.runs import Program, prepare
@@ -114,7 +116,7 @@ def _import_what_comparisons_need() -> None:
 
 
 def _be_the_command(words: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> NoReturn:
-    """The body of a command's process, from here on as an interpreter's that has just started."""
+    """The body of a command's process, which is then in the state of an interpreter that has just started."""
     from megatron_pp.tools.cli.command_line import main
 
     code: Any = 1

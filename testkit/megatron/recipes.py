@@ -1,6 +1,6 @@
-"""A recipe of examples/recipes, made small: a Case of the same flags with the sizes that a machine without a GPU runs.
+"""Makes a recipe of examples/recipes small: a Case with the same flags, and with sizes for a machine without a GPU.
 
-`megatron-pp parity` decides what a flag becomes; the sizes of the parallel layout are the caller's.
+`megatron-pp parity` decides the new value of a flag. The caller gives the sizes of the parallel layout.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ STEPS = 2
 
 
 class SmallRecipe(NamedTuple):
-    """``given``: the recipe's flags; ``flags``: those that run; ``case``: what runs them."""
+    """A small recipe. ``given``: the recipe's flags. ``flags``: the flags that run. ``case``: the case that runs
+    them."""
 
     given: Flags
     flags: Flags
     case: Case
 
     def changed(self) -> dict[str, tuple[str, str]]:
-        """Of the recipe's flags, each that has another value here: flag -> (the recipe's, this one)."""
+        """The changed flags of the recipe: flag -> (the recipe's value, the new value)."""
         names = dict.fromkeys(name for name, _ in self.given.items)
         both = {name: (_value(self.given, name), _value(self.flags, name)) for name in names}
         return {name: (old, new) for name, (old, new) in both.items() if old != new}
 
 
 def flags_of(file: Path) -> list[str]:
-    """Of a recipe that is a shell script."""
+    """The flags of a recipe that is a shell script."""
     return [word for word in read_shell(str(file)).words if word != "$@"]
 
 
 def small_recipe(words: Sequence[str], sizes: Sequence[str], ranks: int) -> SmallRecipe:
-    """The recipe with the flags ``words`` on ``ranks`` ranks. ``sizes``: flags of its parallel layout, in place of its
-    own."""
+    """The recipe with the flags ``words``, made small, on ``ranks`` ranks. ``sizes``: flags of the parallel layout, in
+    place of the recipe's."""
     given = flags = Flags.read(words)
     for name, values in Flags.read(sizes).items:
         flags = flags.set(name, " ".join(values))
@@ -81,5 +82,5 @@ def _case(layout: Layout) -> Case:
 
 
 def _value(flags: Flags, name: str) -> str:
-    """ "on" for a switch, "" for a flag that is not there."""
+    """ "on" for a switch, "" for a missing flag."""
     return (flags.text(name) or "on") if name in flags else ""

@@ -2,11 +2,11 @@
 
     echo '[{"case": {...}}, ...]' | python -m testkit.megatron.runner
 
-Each line of the input is one list of jobs. Megatron-core is imported once; every list is run by a process that is
-forked from this one, in a session of its own, and every rank is forked from that. A set of ranks runs job after job;
-when one of them raises or misses the job's deadline, the whole set is killed and the next job starts a new one. So a
-schedule that hangs costs its deadline and nothing else. From Python: `run_jobs(jobs)` starts this module as a process
-when it is first called, and keeps it.
+Each line of the input is one list of jobs. Megatron-core is imported once. For each list a process is forked from this
+one, in a session of its own, and the ranks are forked from that process. A set of ranks runs one job after the other.
+If a rank raises or misses the job's deadline, the whole set is killed, and the next job starts a new set. So a schedule
+that hangs costs only its deadline. From Python, the first call of `run_jobs(jobs)` starts this module as a process,
+which later calls use too.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _END_SECONDS = 30.0
 
 
 class JobFailedError(Exception):
-    """One rank raised; the message is its exception."""
+    """A rank raised. The message is its exception."""
 
 
 class Ranks:
-    """`world` forked processes joined by gloo, which run one job at a time together."""
+    """`world` forked processes in a gloo group, which together run one job at a time."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -54,7 +54,8 @@ class Ranks:
             self._processes.start(rank, _serve, (rank, world, store), "fork")
 
     def run(self, job: Job) -> list[dict[str, Any]]:
-        """Every rank's report. Raises JobFailedError or RanksTimedOutError; the set must then be closed."""
+        """Run a job. Returns every rank's report. Raises JobFailedError or RanksTimedOutError; then the set must be
+        closed."""
         for rank in range(self.world):
             self._processes.send(rank, job)
         reports: dict[int, dict[str, Any]] = {}
@@ -85,7 +86,7 @@ def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
         job = pipe.recv()
         try:
             pipe.send(("ok", megatron_lab.run_job(job)))
-        except Exception as error:  # the parent decides; this set of ranks is not used again
+        except Exception as error:  # the parent handles it; this set of ranks is not used again
             if os.environ.get("MEGATRON_RUNNER_TRACEBACK"):
                 traceback.print_exc()
             place = f" ({_place_of(error)})" if job.check else ""
@@ -93,16 +94,16 @@ def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
 
 
 def _place_of(error: Exception) -> str:
-    """Where a check raised it: the traceback stays in the rank's process."""
+    """The place where a check raised ``error``, because the traceback stays in the rank's process."""
     frames = traceback.extract_tb(error.__traceback__)
     return ", called by ".join(f"{frame.name} in {frame.filename}:{frame.lineno}" for frame in reversed(frames))
 
 
 def serve() -> None:
-    """The body of the process: for each line of the input, the list's process id, an Outcome for each job, ENDED.
+    """The body of the process. For each line of the input it writes the list's process id, the Outcomes, and ENDED.
 
-    All that ranks need is imported before they are forked, so that none of them pays for it again, nor for looking
-    through it for garbage.
+    All modules that ranks need are imported before the ranks are forked, so that no rank imports them again, and no
+    garbage collection scans them.
     """
     gc.disable()
     for name in ("testkit.megatron.lab", "megatron_pp.integrations.megatron_core"):
@@ -117,7 +118,7 @@ def serve() -> None:
         if child == 0:
             os.setsid()
             end_with_parent()
-            print(os.getpid(), flush=True)  # here, so that no outcome comes before
+            print(os.getpid(), flush=True)  # written here, so that it comes before all outcomes
             try:
                 serve_jobs(jobs)
             except BaseException:
@@ -129,16 +130,16 @@ def serve() -> None:
 
 
 def _import_checks(jobs: list[Job]) -> None:
-    """An error comes again where the check runs, and is that job's outcome."""
+    """Import the modules of the jobs' checks. An error is ignored: it is raised again when the check runs, and is then
+    the job's outcome."""
     for module in {job.check.partition(":")[0] for job in jobs if job.check}:
         with contextlib.suppress(Exception):
             importlib.import_module(module)
 
 
 def serve_jobs(jobs: list[Job]) -> None:
-    """Run the jobs, print an Outcome as JSON for each, in order. Ranks that have run a job wait for the next one of
-    their number.
-    """
+    """Run the jobs in order, and print an Outcome as JSON for each. Each set of ranks waits for the next job of its
+    size."""
     sets: dict[int, Ranks] = {}
     for job in jobs:
         world = job.case.world
@@ -176,10 +177,10 @@ def merge(reports: list[dict[str, Any]]) -> Outcome:
 def run_jobs(
     jobs: list[Job], deadline: float = 600.0, on_outcome: Any = None, checkout: str | None = None
 ) -> list[Outcome]:
-    """Have the jobs run by this module's process, and return one Outcome per job.
+    """Run the jobs in this module's process, and return one Outcome per job.
 
-    deadline: seconds for all of them together; then the ranks are killed and the rest reported as "hang".
-    on_outcome(job, outcome): called for each as it comes.
+    deadline: seconds for all jobs together; then the ranks are killed, and the remaining jobs are reported as "hang".
+    on_outcome(job, outcome): called for each outcome when it arrives.
     checkout: folder whose Megatron-core is used instead of the installed one.
     """
     process = _process(checkout)
@@ -205,7 +206,7 @@ def run_jobs(
 
 @functools.cache
 def _process(checkout: str | None) -> subprocess.Popen[bytes]:
-    """The process that serves this one, for as long as this one lives; one for each checkout."""
+    """The process that serves this one as long as it lives. Each checkout has its own."""
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), checkout, environment.get("PYTHONPATH")]))
@@ -213,7 +214,7 @@ def _process(checkout: str | None) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "testkit.megatron.runner"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        bufsize=0,  # so that select() sees every line that has not been read
+        bufsize=0,  # unbuffered, so that select() sees every unread line
         env=environment,
         start_new_session=True,
     )
@@ -230,7 +231,7 @@ def _read_line(process: subprocess.Popen[bytes], end: float) -> bytes | None:
 
 
 def _end_list(process: subprocess.Popen[bytes], child: bytes | None, complete: bool) -> None:
-    """Read the output of a list to its end, after killing its processes if it is not complete."""
+    """Read the output of a list to its end. If the list is not complete, kill its processes first."""
     if child is not None and not complete:
         _kill_session(int(child))
     end = time.monotonic() + _END_SECONDS
@@ -250,16 +251,16 @@ def _kill_session(leader: int) -> None:
 
 
 def parity_jobs(cases: list[Case], directory: str | Path) -> list[Job]:
-    """The cases as jobs compared with PP=1 of the same model."""
+    """Jobs that compare the cases with PP=1 of the same model."""
     return compared(cases, reference_case, f"{directory}/reference{{n}}.pt")
 
 
 def reference_case(case: Case) -> Case:
-    """One process that holds the whole model, under Megatron's own schedule.
+    """The case of one process that has the whole model, under Megatron's own schedule.
 
-    Tied embeddings: a pipeline accumulates the gradients of the embedding and of the output layer apart and adds
-    the two sums in finalisation, so the reference keeps them apart too. Added microbatch by microbatch, the last
-    bit would differ.
+    With tied embeddings a pipeline accumulates the gradients of the embedding and of the output layer separately, and
+    adds the two sums in finalisation. So the reference keeps them separate too. If it added them microbatch by
+    microbatch, the last bit would differ.
     """
     return Case(
         model=case.model,

@@ -1,6 +1,6 @@
-"""Write down what a schedule calls, in order: Megatron's step functions, the config's hooks, timers and finalisation.
+"""Records the calls of a schedule, in order: Megatron's step functions, the config's hooks, timers and finalisation.
 
-Two engines that put the hooks in the same places leave the same list of lines on every rank.
+Two engines that call the hooks at the same places leave the same list of lines on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import schedules
 
 
 class Timers:
-    """In place of Megatron's timers: `timers(name, log_level=...).start(barrier=...)` and `.stop()` become lines."""
+    """Replaces Megatron's timers: `timers(name, log_level=...).start(barrier=...)` and `.stop()` become lines."""
 
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
@@ -92,7 +92,7 @@ def _no_sync(lines: list[str], chunk: int, original: Callable[[], Any]) -> Calla
 
 
 def hook_config(config: Any, chunks: list[torch.nn.Module], lines: list[str]) -> None:
-    """Put recorders around the hooks that the config has."""
+    """Wrap the hooks of the config so that their calls become lines."""
     config.timers = Timers(lines)
     config.finalize_model_grads_func = _finalize(lines, config.finalize_model_grads_func)
     for field in ("no_sync_func", "grad_sync_func", "param_sync_func"):
@@ -107,7 +107,8 @@ def hook_config(config: Any, chunks: list[torch.nn.Module], lines: list[str]) ->
 
 @contextlib.contextmanager
 def recording(lines: list[str]) -> Iterator[None]:
-    """While this is open, calls of Megatron's step functions and of what a schedule does around them become lines."""
+    """A context in which calls of Megatron's step functions, and of a schedule's functions around them, become
+    lines."""
     with contextlib.ExitStack() as stack:
         for name, wrap in (("forward_step", _forward), ("backward_step", _backward)):
             stack.enter_context(mock.patch.object(schedules, name, wrap(lines, getattr(schedules, name))))

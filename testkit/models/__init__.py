@@ -1,1 +1,1 @@
-"""Stages and models of tests: toy stages, modules on grids of ranks, layers in graphs, and hooks that write a log."""
+"""Stages and models for tests: toy stages, modules on grids of ranks, layers in graphs, and hooks that write a log."""

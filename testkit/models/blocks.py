@@ -1,4 +1,4 @@
-"""Stages of the toy model that give unusual outputs, or make unusual use of their inputs."""
+"""Stages of the toy model with unusual outputs, or with unusual uses of their inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_pp.testing.toy import ToyBlock
 
 
 class OfStage(ToyBlock):
-    """``then`` makes the output of the stage's number, its input, and a function of the toy block."""
+    """A stage whose output is ``then(stage number, input, function of the toy block)``."""
 
     def __init__(self, stage: int, then: Callable[[int, Tensor, Callable[[Tensor], Tensor]], Tensor]) -> None:
         super().__init__(stage)
@@ -28,7 +28,8 @@ def of_stage(then: Callable[[int, Tensor, Callable[[Tensor], Tensor]], Tensor]) 
 
 
 def _views(stage: int, x: Tensor, block: Any) -> Tensor:
-    """Each stage another kind: of the whole, half of a larger tensor, one of several, not contiguous."""
+    """Each stage returns another kind of view: of a whole tensor, of half of a larger one, one of several, not
+    contiguous."""
     y = block(x)
     if stage % 4 == 0:
         return y.view(y.shape)
@@ -45,7 +46,7 @@ def _read_by_hook(stage: int, x: Tensor, block: Any) -> Tensor:
 
 
 class SquaresInPython(torch.autograd.Function):
-    """A node that lives in Python and saves what it is given."""
+    """An autograd node written in Python, which saves its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class SquaresInPython(torch.autograd.Function):
 
 
 class _PassesGradient(torch.autograd.Function):
-    """Gives ``x`` and lets ``loss`` into its graph, as the auxiliary losses of experts come in."""
+    """Returns ``x`` with ``loss`` in its graph, as auxiliary losses of experts are added."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ def _with_auxiliary_loss(stage: int, x: Tensor, block: Any) -> Tensor:
 
 
 class Frozen(ToyBlock):
-    """The first two stages train nothing: the outputs of the first need no gradient."""
+    """A stage that is frozen if it is one of the first two. The outputs of the first need no gradient."""
 
     def __init__(self, stage: int) -> None:
         super().__init__(stage)
@@ -86,11 +87,11 @@ class Frozen(ToyBlock):
 
 Views = of_stage(_views)
 EndsInTanh = of_stage(lambda stage, x, block: torch.tanh(block(x)))
-"""The operation that makes the output has saved it for its backward."""
+"""Stages whose output is saved for backward by the operation that makes it."""
 
 UNUSUAL_OUTPUTS: dict[str, Callable[[int], torch.nn.Module]] = {
     "views": Views,
-    "the input itself": of_stage(lambda stage, x, block: x if stage % 2 else block(x)),  # as without layers
+    "the input itself": of_stage(lambda stage, x, block: x if stage % 2 else block(x)),  # as a stage without layers
     "view of the input": of_stage(lambda stage, x, block: x.view(x.shape) if stage % 2 else block(x)),
     "frozen stages": Frozen,
     "output read by a hook": of_stage(_read_by_hook),

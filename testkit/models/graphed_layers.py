@@ -1,8 +1,8 @@
 """Layers that return their input gradient in a static buffer, as Transformer Engine's CUDA graphs do.
 
-With ``_reuse_graph_input_output_buffers`` (on under Megatron from TE 2.7) a graphed chunk's static input gradient is
-given to other graphs once the next chunk's backward is over, and autograd hands out that buffer itself. Here the
-backward after the next one fills it with NaN, as any other graph's results would be.
+With ``_reuse_graph_input_output_buffers`` (on under Megatron from TE 2.7) other graphs may use a graphed chunk's static
+input gradient as soon as the next chunk's backward is over, and autograd returns that buffer itself. Here the backward
+after the next one fills the buffer with NaN, in place of another graph's results.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from megatron_pp.testing.toy import ToyBlock
 
 
 class StaticGradients:
-    """The static buffers of one rank's graphs: those of the last two backwards hold their gradients."""
+    """The static buffers of one rank's graphs. Only the buffers of the last two backwards still have their
+    gradients."""
 
     def __init__(self) -> None:
         self._buffers: deque[torch.Tensor] = deque()
 
     def put(self, grad: torch.Tensor) -> torch.Tensor:
-        """``grad`` in the static buffer of the graph that runs."""
+        """``grad``, copied into the static buffer of the running graph."""
         if len(self._buffers) == 2:
-            self._buffers.popleft().data.fill_(float("nan"))  # autograd counts no write of a graph
+            self._buffers.popleft().data.fill_(float("nan"))  # autograd does not count a graph's writes
         self._buffers.append(grad.clone())
         return self._buffers[-1].detach()
 
 
 class _InStaticBuffer(torch.autograd.Function):
-    """The identity, whose backward puts the gradient into a static buffer."""
+    """The identity. Its backward puts the gradient into a static buffer."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gradients: StaticGradients) -> torch.Tensor:
@@ -46,7 +47,7 @@ class _InStaticBuffer(torch.autograd.Function):
 
 
 class GraphedBlock(ToyBlock):
-    """A stage of the toy model whose input gradient lies in a static buffer of its rank."""
+    """A stage of the toy model whose input gradient is in a static buffer of its rank."""
 
     gradients: StaticGradients
 
@@ -55,14 +56,14 @@ class GraphedBlock(ToyBlock):
 
 
 def share_static_gradients(chunks: list[Any]) -> None:
-    """The graphs of one rank take turns at its buffers."""
+    """Let the graphs of one rank use its buffers in turn."""
     gradients = StaticGradients()
     for chunk in chunks:
         chunk.inner.gradients = gradients
 
 
 class SettlesGradients(PlanExecutor):
-    """The engine, with the send of every input gradient waited for before the operation after the next backward."""
+    """An engine that waits for the send of every input gradient before the operation after the next backward."""
 
     def _backward(self, at: Task) -> None:
         pending = [handle for (op, *_), handle in self.handles.items() if op == ins.SEND_B]

@@ -1,8 +1,8 @@
-"""Model chunks and data-parallel hooks that write down what happens: forwards, backwards, and where the hooks fire.
+"""Model chunks and data-parallel hooks that write a log of forwards, backwards and calls of hooks.
 
 A line is ``F0.3`` or ``B0.3`` (chunk, microbatch), ``GRAD_SYNC0`` (grad_sync_func) or ``PARAM_SYNC0``
-(param_sync_func); ``B`` and ``GRAD_SYNC`` end with a ``+`` where gradients are being synchronised, outside no_sync.
-A log's ``every`` has lines for entering and leaving no_sync and for finalize_model_grads_func too.
+(param_sync_func); ``B`` and ``GRAD_SYNC`` end with a ``+`` if gradients are synchronised, outside no_sync. A log's
+``every`` also has lines for entering and leaving no_sync, and for finalize_model_grads_func.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SHAPE = (1, 1, WIDTH)
 
 
 class HookLog:
-    """What one rank wrote down, and the hooks that write."""
+    """The log of one rank, and the hooks that write it."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.every: list[str] = []
-        self.inside = 0  # no_sync contexts that are open
+        self.inside = 0  # number of open no_sync contexts
         self.entered = 0
         self.stages: list[PipelineStage] = []
 
@@ -50,7 +50,7 @@ class HookLog:
         self.every.append(line)
 
     def sync_function(self, name: str) -> Callable[[Any], None]:
-        """A grad_sync_func or param_sync_func; knows the chunk by its parameters."""
+        """A grad_sync_func or param_sync_func. It finds the chunk by its parameters."""
 
         def sync(parameters: Any) -> None:
             given = [id(p) for p in parameters]
@@ -62,7 +62,7 @@ class HookLog:
     def make_stages(self, config: Any, chunks: int) -> list[PipelineStage]:
         self.stages = [PipelineStage(_LoggedBlock(self, chunk), config, chunk) for chunk in range(chunks)]
         for stage in self.stages:
-            stage.model_type = None  # Megatron asks for it
+            stage.model_type = None  # Megatron reads it
         return self.stages
 
 

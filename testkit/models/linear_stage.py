@@ -1,5 +1,5 @@
-"""A model chunk of one linear layer, as Megatron's schedules call chunks. It loads nothing of the package, so that what
-a step loads can be counted."""
+"""A model chunk of one linear layer, with the interface that Megatron's schedules call. It loads nothing of the
+package, so that tests can count the modules that a step loads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class LinearStage(torch.nn.Module):
-    """``width``: of its layer's input and output."""
+    """A chunk of one linear layer. ``width``: size of its input and output."""
 
     def __init__(self, config: Any, vp_stage: int, width: int = 8) -> None:
         super().__init__()
@@ -28,5 +28,5 @@ class LinearStage(torch.nn.Module):
 
 
 def forward_step(data: Iterator[Any], model: Any) -> Any:
-    """A ``forward_step_func``; the loss is the mean of the output."""
+    """A ``forward_step_func`` whose loss is the mean of the output."""
     return model(next(data)), lambda output, **more: (output.mean(), {"loss": output.detach().mean()})

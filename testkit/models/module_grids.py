@@ -1,5 +1,5 @@
-"""Modules on grids of ranks as Megatron's ``HyperCommGrid`` orders them: tensor-parallel ranks side by side, then the
-stages, then the replicas."""
+"""Modules on grids of ranks in the order of Megatron's ``HyperCommGrid``: tensor-parallel ranks are neighbours, then
+come the stages, then the replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Toy modules on grids of ranks: each rank's stages, and one process with all stages of all replicas."""
+"""Toy modules on grids of ranks: each rank's stages, and a reference in one process with all stages of all replicas."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron_pp.features.modules.graph import Module
 from megatron_pp.testing.toy import toy_config
 
 HIDDEN = 4
-_BATCH = 12  # of all replicas of a module together
+_BATCH = 12  # all replicas of a module together
 Topology = Mapping[str, Sequence[str]]
 Place = tuple[str, int, int]  # module, replica, stage
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Modules, where their outputs go, and microbatches. Modules that nothing goes to read data; ``uneven``: of each
-    replica another number of samples, and of each microbatch others."""
+    """Modules, the modules to which their outputs go, and microbatches. A module without inputs reads data. ``uneven``:
+    each replica has another number of samples, which also differs between microbatches."""
 
     modules: tuple[Module, ...]
     topology: Topology
@@ -35,7 +35,7 @@ class Setup:
         return [one.name for one in self.modules if name in self.topology.get(one.name, ())]
 
     def data(self, step: int, module: Module, mb: int) -> list[Tensor]:
-        """By replica: [sequence, batch, hidden]; the sequences of modules differ in length."""
+        """The input of a module by replica, [sequence, batch, hidden]. Sequence lengths of modules differ."""
         number = self.modules.index(module)
         generator = torch.Generator().manual_seed(1000 * step + 100 * number + mb)
         whole = torch.randn(3 + 2 * number, _BATCH, HIDDEN, generator=generator)
@@ -47,7 +47,7 @@ class Setup:
 
 
 class Stage(torch.nn.Module):
-    """Of a module: the same weights on all replicas."""
+    """A stage of a module. Its weights are the same on all replicas."""
 
     def __init__(self, module: Module, number: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def loss_of(output: Tensor) -> tuple[Tensor, dict[str, float]]:
 
 
 class RankModel(torch.nn.Module):
-    """The stages of one rank, or of one chunk of it."""
+    """The stages of one rank, or of one of its chunks."""
 
     def __init__(self, setup: Setup, rank: int, chunk: int | None = None) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class RankModel(torch.nn.Module):
 
 
 class RankChunks:
-    """The models of one rank: one, or a list of one for each of its chunks."""
+    """The model of one rank, or its models, one for each chunk."""
 
     def __init__(self, setup: Setup, rank: int) -> None:
         numbers = sorted({_named(setup, name).chunk for name, _, _ in places_of(setup, rank)})
@@ -122,7 +122,7 @@ class RankChunks:
             model.config = config_of(setup)
 
     def arguments(self, step: int) -> dict[str, Any]:
-        """``model``, without gradients, and ``data_iterator``."""
+        """The schedule's arguments ``model``, with cleared gradients, and ``data_iterator``."""
         for model in self.models:
             model.zero_grad()
         if len(self.models) == 1:
@@ -134,7 +134,7 @@ class RankChunks:
 
 
 def forward_step(sink: str | None) -> Any:
-    """``forward_step_func``; ``sink``: the module whose output the loss takes."""
+    """A ``forward_step_func``. ``sink``: the module whose output gives the loss."""
 
     def step(batches: Iterator[dict[str, Tensor]], model: RankModel) -> tuple[Any, Any]:
         return model(next(batches)), lambda output: loss_of(output[sink])
@@ -167,14 +167,15 @@ def _named(setup: Setup, name: str) -> Module:
 
 @dataclass
 class Reference:
-    """One process. ``losses``: by replica of the last module, in the order of microbatches."""
+    """The result of one process. ``losses``: by replica of the last module, in the order of microbatches."""
 
     losses: list[list[float]]
     gradients: dict[Place, list[Tensor | None]]
 
 
 def in_one_process(setup: Setup) -> list[Reference]:
-    """Each step: every replica's stages, joined by cat and chunk, microbatch after microbatch."""
+    """Run every step in one process: the stages of all replicas, connected by cat and chunk, microbatch by
+    microbatch."""
     stages = {
         (module.name, replica, k): Stage(module, k)
         for module in setup.modules
@@ -206,13 +207,14 @@ def _reference_step(setup: Setup, stages: Mapping[Place, Stage], step: int) -> R
 
 
 def _inputs(setup: Setup, module: Module, made: Mapping[str, list[Tensor]]) -> list[Tensor]:
-    """By replica; empty where nothing goes to the module."""
+    """The inputs of a module by replica; empty if no module's output goes to it."""
     parts = [_across(made[source], len(module.ranks)) for source in setup.sources(module.name)]
     return [torch.cat(of_replica) for of_replica in zip(*parts, strict=True)]
 
 
 def _across(outputs: list[Tensor], count: int) -> list[Tensor]:
-    """What ``count`` replicas get of the replicas' outputs: each a part of one, or several joined."""
+    """The replicas' outputs, distributed to ``count`` replicas: each gets a part of one output, or several
+    concatenated."""
     if count >= len(outputs):
         return [part for output in outputs for part in output.tensor_split(count // len(outputs), dim=1)]
     several = len(outputs) // count

@@ -1,4 +1,4 @@
-"""A stage of the toy model that gives and takes named tensors."""
+"""A stage of the toy model that produces and uses named tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_pp.testing.toy import ToyBlock
 
 
 class SkipBlock(ToyBlock):
-    """A stage that uses and makes named tensors, as ``tensors`` declare."""
+    """A stage that produces and uses the named tensors that ``tensors`` declares."""
 
     def __init__(self, stage: int, tensors: Sequence[SkipTensor], dtype: torch.dtype = torch.float32) -> None:
         super().__init__(stage)

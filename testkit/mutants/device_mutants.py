@@ -1,4 +1,4 @@
-"""Engines and transports with a fault that only a further rule of the device shows (``DeviceRules``)."""
+"""Engines and transports with a fault that only an optional rule of the device shows (``DeviceRules``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_pp.runtime.executor import PlanExecutor
 
 
 class PostsReceivesTwoAhead(PlanExecutor):
-    """With a receive of an activation, the next one is posted."""
+    """Each time it posts a receive of an activation, it also posts the next one."""
 
     def _recv_f(self, at: Task) -> None:
         if at.message not in self.handles:
@@ -27,7 +27,7 @@ class PostsReceivesTwoAhead(PlanExecutor):
 
 
 class PostsFirstGradientAtOnce(PlanExecutor):
-    """The receive of the first gradient is posted before the first forward."""
+    """Posts the receive of the first gradient before the first forward."""
 
     def run(self) -> None:
         self.ahead = next((one for one in self.plan.tasks(self.rank) if one.op == ins.RECV_B), None)
@@ -45,8 +45,8 @@ class PostsFirstGradientAtOnce(PlanExecutor):
 
 
 class PostsGradientsHalfway(PlanExecutor):
-    """Behind the third backward, when every kernel is loaded, the receives of all gradients that are left are posted:
-    on one-way channels, in their order."""
+    """After the third backward, when every kernel is loaded, it posts the receives of all remaining gradients, in order
+    on one-way channels."""
 
     backwards = 0
 
@@ -64,14 +64,14 @@ class PostsGradientsHalfway(PlanExecutor):
 
 
 class WarmsNothingUp(NcclTransport):
-    """Communicators are made by the first transfers of a step (Megatron-LM#5240, pytorch#129140)."""
+    """Makes communicators at the first transfers of a step (Megatron-LM#5240, pytorch#129140)."""
 
     def _warm_up(self, needs: Preparation, made: list[ChannelKey]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class WaitsForTheLast(NcclTransport):
-    """A wait is for what was posted last: on one communicator, all that was posted before is over then."""
+    """Waits for the last post: on one communicator all earlier posts are over then."""
 
     last: Any = None
 
@@ -92,7 +92,8 @@ class _UntilTheLast:
 
 
 class AbortsToClose(NcclChannels):
-    """Ends its channels by an abort once the device is done with its sends; what their peers have not taken is lost."""
+    """Ends its channels by an abort as soon as the device is done with its sends. Messages that peers have not received
+    are lost."""
 
     def end(self, group: dist.ProcessGroup) -> None:
         group.abort()

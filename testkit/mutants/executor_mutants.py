@@ -1,6 +1,6 @@
-"""Engines with one fault each, and a communicator core without the second wall: what the race suite has to catch.
+"""Engines with one fault each, and a communicator core without the second defence. The race suite must catch them.
 
-Each class overrides the one method that the fault sits in.
+Each class overrides the one method that has the fault.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_pp.runtime.swapped_outputs import deallocate_output_tensor
 
 
 class ReleaseBeforeWait(PlanExecutor):
-    """The output's memory is given back, then its send is waited for: Megatron-LM#4047."""
+    """Frees the output's memory, and then waits for its send: Megatron-LM#4047."""
 
     def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
         if at.op == ins.FREE_B:
@@ -33,14 +33,14 @@ class ReleaseBeforeWait(PlanExecutor):
 
 
 class NeverWaits(ReleaseBeforeWait):
-    """The handle of an output's send is dropped unwaited."""
+    """Drops the handle of an output's send without waiting."""
 
     def _wait_late(self, handle: WaitHandle) -> None:
         pass
 
 
 class NoWaitInWarmup(ReleaseBeforeWait):
-    """Sends are waited for only once a backward has run."""
+    """Waits for sends only after a backward has run."""
 
     def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
         ran = self.program[: self.position]
@@ -53,7 +53,7 @@ class NoWaitInWarmup(ReleaseBeforeWait):
 
 
 class WaitsOnPreviousMicrobatch(PlanExecutor):
-    """FREE waits on the handle of the send before."""
+    """FREE waits on the handle of the previous send."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -67,7 +67,7 @@ class WaitsOnPreviousMicrobatch(PlanExecutor):
 
 
 class WaitsOnAnotherHandle(PlanExecutor):
-    """FREE waits on any other pending handle: the one posted last on the other kind of channel."""
+    """FREE waits on another pending handle: the last one on the other kind of channel."""
 
     def _free(self, at: Task) -> None:
         if at.op == ins.FREE_F:
@@ -77,7 +77,7 @@ class WaitsOnAnotherHandle(PlanExecutor):
 
 
 class DeallocatesTheNext(PlanExecutor):
-    """FREE waits on the right handle and gives back the output of the microbatch that follows, if there is one."""
+    """FREE waits on the right handle, and frees the output of the next microbatch, if there is one."""
 
     def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
         if at.op == ins.FREE_B:
@@ -88,7 +88,7 @@ class DeallocatesTheNext(PlanExecutor):
 
 
 class DropsGradientInFlight(PlanExecutor):
-    """The input gradient goes before its send is done."""
+    """Drops the input gradient before its send is done."""
 
     def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
         if at.op == ins.FREE_B:
@@ -99,7 +99,7 @@ class DropsGradientInFlight(PlanExecutor):
 
 
 class DropsGradientWhenPosted(PlanExecutor):
-    """The input gradient goes as soon as its send is posted."""
+    """Drops the input gradient as soon as its send is posted."""
 
     def _send_b(self, at: Task) -> None:
         super()._send_b(at)
@@ -113,21 +113,21 @@ class DropsGradientWhenPosted(PlanExecutor):
 
 
 class ReadsBeforeItArrived(PlanExecutor):
-    """WAIT takes the buffer of a receive without waiting."""
+    """WAIT returns the buffer of a receive without waiting."""
 
     def _wait_f(self, at: Task) -> None:
         self.inputs[at.key] = self.handles.pop(at.message).tensor
 
 
 class ReadsGradientBeforeItArrived(PlanExecutor):
-    """The same for gradients."""
+    """``ReadsBeforeItArrived`` for gradients."""
 
     def _wait_b(self, at: Task) -> None:
         self.output_grads[at.key] = self.handles.pop(at.message).tensor
 
 
 class DeallocatesWhatItDefers(PlanExecutor):
-    """Where the transport knows that a send is still on its way, the release is put off, but not the deallocation."""
+    """If the transport knows that a send is unfinished, it puts off the release, but not the deallocation."""
 
     def _free(self, at: Task) -> None:
         handle = self.handles[at.message]
@@ -137,7 +137,7 @@ class DeallocatesWhatItDefers(PlanExecutor):
 
 
 class _Done:
-    """A handle of nothing."""
+    """A handle that is complete."""
 
     def wait(self) -> None:
         pass
@@ -147,8 +147,8 @@ class _Done:
 
 
 class OwnsNothing(P2PCore):
-    """Sends go out on the schedule's own tensor and the handle keeps nothing: the state of things before the handle
-    owned the bytes. Shapes that travel ahead stay.
+    """Sends the schedule's own tensor, and its handles keep nothing, as before handles owned the bytes. Shapes that are
+    sent ahead are kept.
     """
 
     def aliases(self, value: Tensors, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
@@ -173,7 +173,7 @@ def _disown(handle: WaitHandle) -> WaitHandle:
     return handle
 
 
-# Faults that the second wall (the handle owns the bytes) makes harmless, and those that it cannot.
+# Faults that the second defence (the handle owns the bytes) makes harmless, and faults that it does not.
 EARLY_RELEASES: tuple[type[PlanExecutor], ...] = (
     ReleaseBeforeWait,
     NeverWaits,

@@ -1,5 +1,5 @@
-"""What a fault guard may do wrong: faults in how it asks the device, which only rules on threads show, and in what it
-does before an update or an abort, which only updates made from undelivered data show.
+"""Fault guards with one fault each. Some query the device wrongly, which only the rules on threads show. Others are
+wrong before an update or an abort, which only updates from undelivered data show.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_pp.faults.store.records import Progress
 
 
 class OnDeviceZero(EventQueries):
-    """Its thread does not choose the device (torchcomms#777)."""
+    """The guard's thread does not choose the device (torchcomms#777)."""
 
     def begin(self) -> None:
         self._device = None
@@ -27,14 +27,14 @@ class OnDeviceZero(EventQueries):
 
 
 class WithInterpreterLock(EventQueries):
-    """By torch's own ``Event.query``."""
+    """Queries by torch's own ``Event.query``, which keeps the interpreter lock."""
 
     def is_over(self, event: Any) -> bool:
         return bool(event.query())
 
 
 class InWatchdog(CompletedWork):
-    """The thread that aborts asks itself."""
+    """The thread that aborts queries the device itself."""
 
     begun = False
 
@@ -46,7 +46,7 @@ class InWatchdog(CompletedWork):
 
 
 class ReportsMemory(Heartbeat):
-    """With each heartbeat the device is asked for its free memory."""
+    """Queries the device's free memory with each heartbeat."""
 
     def _publish_progress(self, here: Progress | None) -> None:
         torch.cuda.mem_get_info()
@@ -54,11 +54,11 @@ class ReportsMemory(Heartbeat):
 
 
 def _nothing(guard: FaultGuard) -> None:
-    """Hosts go on to the optimizer."""
+    """Lets hosts continue to the optimizer without any check."""
 
 
 def _device_alone(guard: FaultGuard) -> None:
-    """No look at failures of other ranks."""
+    """Does not check for failures of other ranks."""
     if guard.completed is None or threading.get_ident() != guard.caller:
         return
     with guard.step(Outside(), phase="the wait for transfers", after=guard.tracker.after):
@@ -66,7 +66,7 @@ def _device_alone(guard: FaultGuard) -> None:
 
 
 def _look_alone(guard: FaultGuard) -> None:
-    """No wait for the device."""
+    """Does not wait for the device."""
     heartbeat = guard.heartbeat
     if threading.get_ident() != guard.caller:
         return
@@ -79,7 +79,7 @@ def _look_alone(guard: FaultGuard) -> None:
 
 
 def _at_once(failing: Failing) -> None:
-    """No lease between a failure's publication and the abort."""
+    """Aborts without a lease after the failure's publication."""
     failing.guard.abort()
 
 
@@ -99,4 +99,4 @@ BEFORE_UPDATES: Mapping[str, Mapping[tuple[type, str], Callable[[Any], None]]] =
         (Failing, "_abort"): _other_groups_too,
     },
 }
-"""Methods that are replaced, by class and name."""
+"""(class, name) of replaced methods -> their replacement."""

@@ -1,7 +1,8 @@
-"""Virtual devices without one of the rules on autograd's streams: the mutant that a rule catches is not caught then.
+"""Virtual devices that lack one of the rules on autograd's streams. Then the mutant for that rule is not caught.
 
-Without ``FORWARD`` a node runs on the stream that calls the backward; without ``LEAF`` AccumulateGrad runs where the
-node before it did; without ``PRODUCERS`` a node waits for all that ran before it, and the caller for all nodes.
+Without ``FORWARD`` a node runs on the stream that calls the backward. Without ``LEAF`` AccumulateGrad runs on the
+stream of the node before it. Without ``PRODUCERS`` a node waits for all that ran before it, and the caller for all
+nodes.
 """
 
 from __future__ import annotations
@@ -54,6 +55,6 @@ class _Without(NodeStreams):
 
 @contextmanager
 def without(*rules: str) -> Iterator[None]:
-    """Devices that are made meanwhile lack ``rules``, some of ``RULES``."""
+    """A context in which new devices lack ``rules``, which are some of ``RULES``."""
     with patch.object(device, "NodeStreams", partial(_Without, missing=rules) if rules else NodeStreams):
         yield

@@ -1,5 +1,5 @@
-"""Plan mutants: one instruction of one rank's program dropped, duplicated, swapped or moved; inside a batch, one of its
-members.
+"""Plan mutants: one instruction of one rank's program is dropped, duplicated, swapped or moved. In a batch it is one of
+the members.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def mutants(
     per_instruction: int = 2,
     ranks: Collection[int] | None = None,
 ) -> Iterator[tuple[str, Plan]]:
-    """(what was done, mutated plan), each once; of the programs of ``ranks``, or of all.
+    """(description, mutated plan) of each mutant, once. Mutants are of the programs of ``ranks``, or of all.
 
-    Every instruction is dropped. Of the places for a duplicate and the targets of a move, ``rng`` draws
-    ``per_instruction`` each, the neighbouring one always among them; of the partners for a swap one less, any of them
-    (a swap of neighbours is a move). All are tried without ``rng``.
+    Every instruction is dropped. ``rng`` draws ``per_instruction`` places for a duplicate and as many targets of a
+    move, always with the neighbouring one. It draws one partner less for a swap, from all places (a swap of neighbours
+    is a move). Without ``rng`` all are tried.
     """
     for rank in range(len(plan.programs)) if ranks is None else ranks:
         program = plan.programs[rank]
@@ -41,7 +41,7 @@ def mutants(
 
 
 def steady_block(plan: Plan, period: int) -> Block:
-    """Where its family repeats the order, of the plan's programs. Raises IndexError where backwards are missing."""
+    """The block of the plan's programs that repeats in the steady state. Raises IndexError if backwards are missing."""
     place = builder._steady_place(plan.spec, period)
     assert place is not None
     return block_at(place, plan.spec, period, plan.programs)
@@ -61,7 +61,7 @@ def _program_mutants(program: Program, rng: random.Random | None, most: int) -> 
 def _edits(
     items: list[Instruction], i: int, rng: random.Random | None, most: int, all_positions: bool = False
 ) -> Iterator[tuple[str, str, list[Instruction]]]:
-    """All edits of the item at ``i``, or at every position."""
+    """The edits of the item at ``i``, or with ``all_positions`` of every item."""
     for k in range(len(items)) if all_positions else (i,):
         at = items[k]
         without = items[:k] + items[k + 1 :]
@@ -77,7 +77,7 @@ def _edits(
 
 
 def _taken_out(program: Program, i: int, rng: random.Random | None, most: int) -> Iterator[tuple[str, str, Program]]:
-    """A member of the batch at ``i`` goes out alone, elsewhere."""
+    """The programs in which a member of the batch at ``i`` is posted alone, elsewhere."""
     members = program[i].members
     for k, member in enumerate(members):
         others = members[:k] + members[k + 1 :]
@@ -87,7 +87,7 @@ def _taken_out(program: Program, i: int, rng: random.Random | None, most: int) -
 
 
 def _places(count: int, near: int, rng: random.Random | None, most: int) -> Sequence[int]:
-    """Indices below ``count``: all, or ``most`` of them, the one at ``near`` first."""
+    """Indices below ``count``: all, or ``most`` of them, with ``near`` first."""
     if rng is None or count <= most:
         return range(count)
     first = min(near, count - 1)

@@ -1,5 +1,5 @@
-"""Engines with a fault that only streams show: what ``testkit.streams`` has to catch beside the faults of
-``executor_mutants``; and engines that lose time, and nothing else."""
+"""Engines with a fault that only streams show. ``testkit.streams`` must catch them, as well as those of
+``executor_mutants``. Also engines that are right, but lose time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from testkit.streams.network import StreamWork
 
 
 class _AfterPosting(PlanExecutor):
-    """Calls ``posted`` for every send and receive, right after it was posted, alone or in a batch."""
+    """Calls ``posted`` right after each send and receive was posted, alone or in a batch."""
 
     def posted(self, at: Task) -> None:
         raise NotImplementedError
@@ -44,8 +44,8 @@ class _AfterPosting(PlanExecutor):
 
 
 class FreesWhenPosted(_AfterPosting):
-    """Megatron-LM#4047: an output's memory is given back as soon as its send is posted; the send is waited for later,
-    where FREE stands."""
+    """Frees an output's memory as soon as its send is posted, and waits for the send later, at FREE:
+    Megatron-LM#4047."""
 
     def posted(self, at: Task) -> None:
         if at.op == ins.SEND_F:
@@ -53,7 +53,7 @@ class FreesWhenPosted(_AfterPosting):
 
 
 class WritesIntoOutput(_AfterPosting):
-    """An output is written to while its send is pending."""
+    """Writes to an output while its send is pending."""
 
     def posted(self, at: Task) -> None:
         if at.op == ins.SEND_F:
@@ -61,7 +61,7 @@ class WritesIntoOutput(_AfterPosting):
 
 
 class WritesIntoGradient(_AfterPosting):
-    """The same for an input gradient."""
+    """Writes to an input gradient while its send is pending."""
 
     def posted(self, at: Task) -> None:
         if at.op == ins.SEND_B:
@@ -69,7 +69,7 @@ class WritesIntoGradient(_AfterPosting):
 
 
 class DropsNamedWhenPosted(PlanExecutor):
-    """The memory of a named tensor is given back as soon as its send is posted; what uses it later has a copy."""
+    """Frees the memory of a named tensor as soon as its send is posted. Later uses have a copy."""
 
     def post(self, at: Task, request: Send | Receive) -> None:
         super().post(at, request)
@@ -81,8 +81,8 @@ class DropsNamedWhenPosted(PlanExecutor):
 
 
 class FreesPostedReceive(_AfterPosting):
-    """The buffer of a receive is given back while the receive is posted, and another one used. (Where shapes vary there
-    is no buffer yet.)"""
+    """Frees the buffer of a receive while the receive is pending, and uses another one. (With variable shapes there is
+    no buffer yet.)"""
 
     def posted(self, at: Task) -> None:
         if at.op == ins.RECV_F:
@@ -92,7 +92,7 @@ class FreesPostedReceive(_AfterPosting):
 
 
 class WaitsAtOnce(_AfterPosting):
-    """The compute stream waits for each send right after it was posted."""
+    """Lets the compute stream wait for each send right after it was posted."""
 
     def posted(self, at: Task) -> None:
         if at.op in ins.SEND_OPS:
@@ -100,7 +100,7 @@ class WaitsAtOnce(_AfterPosting):
 
 
 class TransfersOnComputeStream(StreamNetwork):
-    """A communicator has no stream of its own."""
+    """Communicators have no stream of their own."""
 
     sends_only = False
 
@@ -111,13 +111,14 @@ class TransfersOnComputeStream(StreamNetwork):
 
 
 class SendsOnComputeStream(TransfersOnComputeStream):
-    """The same for those that send."""
+    """Communicators that send have no stream of their own."""
 
     sends_only = True
 
 
 def forwards_on_the_side(forward_call: HalfCall, backward_call: HalfCall) -> None:
-    """Once the rule of ``on_two_streams``: each forward on the other stream, where autograd then runs its backward."""
+    """The former rule of ``on_two_streams``: each forward runs on the other stream, so autograd runs its backward there
+    too."""
     current = torch.cuda.current_stream()
     side, events, _ = _streams(current.device)
     events.order(current, side)
@@ -128,16 +129,16 @@ def forwards_on_the_side(forward_call: HalfCall, backward_call: HalfCall) -> Non
 
 
 class ReadsWhatABackwardLeft(PairRunner):
-    """Weight gradients of a backward outside of pairs are computed on the caller's stream, without waiting for that of
-    the forward: stage 0 has no input gradient that autograd would make it wait for."""
+    """Computes weight gradients of backwards outside of pairs on the caller's stream, without waiting for the forward's
+    stream. Stage 0 has no input gradient for which autograd would wait."""
 
     def _alone(self, handler: Handler, at: Task) -> None:
         handler(at)
 
 
 class MainGradBlock(ToyBlock):
-    """A hook copies the weight's gradient to ``main_grad`` on a stream of its own, which waits for the one that
-    AccumulateGrad runs on."""
+    """A block with a hook that copies the weight's gradient to ``main_grad`` on its own stream. This stream waits for
+    that of AccumulateGrad."""
 
     def __init__(self, stage: int) -> None:
         super().__init__(stage)
@@ -155,7 +156,7 @@ class MainGradBlock(ToyBlock):
         self.of_backward = torch.cuda.current_stream()
 
     def written_on(self) -> torch.cuda.Stream:
-        """The stream on which the gradient was added to the weight's."""
+        """The stream on which the gradient was added to the weight's gradient."""
         return torch.cuda.current_stream()
 
     def _copy(self, weight: torch.Tensor) -> None:
@@ -166,14 +167,15 @@ class MainGradBlock(ToyBlock):
 
 
 class ReadsOnTheStreamOfTheForward(MainGradBlock):
-    """The copy waits for the stream that the layer's backward runs on."""
+    """The copy waits for the stream of the layer's backward instead."""
 
     def written_on(self) -> torch.cuda.Stream:
         return self.of_backward
 
 
 class InnerGradBlock(ToyBlock):
-    """A hook looks at an inner gradient on a stream of its own, which waits for the one that the backward runs on."""
+    """A block with a hook that reads an inner gradient on its own stream. This stream waits for that of the
+    backward."""
 
     def __init__(self, stage: int) -> None:
         super().__init__(stage)
@@ -195,14 +197,15 @@ class InnerGradBlock(ToyBlock):
 
 
 class LooksOnTheStreamOfTheCaller(InnerGradBlock):
-    """It waits for the stream that the step, and so each backward, is called on."""
+    """The hook's stream waits for the stream on which the step, and so each backward, is called."""
 
     def backward_runs_on(self) -> torch.cuda.Stream:
         return self.of_step
 
 
 class TwoBranchBlock(ToyBlock):
-    """A branch on a stream of its own, as of shared experts; its backward uses what the other one has left."""
+    """A block with a branch on its own stream, like shared experts. Its backward uses data that the other branch has
+    left."""
 
     def __init__(self, stage: int) -> None:
         super().__init__(stage)
@@ -232,7 +235,7 @@ class TwoBranchBlock(ToyBlock):
 
 
 class UsesWhatTheOtherBranchLeft(TwoBranchBlock):
-    """It counts on autograd, which runs the other branch first."""
+    """Relies on autograd, which runs the other branch first."""
 
     def wait_for_left(self) -> None:
-        """Not at all."""
+        """Does not wait."""

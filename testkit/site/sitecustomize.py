@@ -1,4 +1,4 @@
-"""For interpreters that a drawn test starts: when torch is there, backwards run in a thread of autograd."""
+"""For interpreters that a drawn test starts: after torch is imported, backwards run in a thread of autograd."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _WithTorch:
-    """Imports torch, and changes it."""
+    """The loader that imports torch and changes it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch":

@@ -1,7 +1,7 @@
-"""For the training program: Transformer Engine's own layers on the CPU, and stand-ins for apex.
+"""Libraries for the training program: Transformer Engine's own layers on the CPU, and stand-ins for apex.
 
-Those for apex are modules of its names, in a folder to put on ``sys.path``. They check what is passed to them against
-the documented signatures, and compute in plain torch: they show nothing about the real library's arithmetic.
+The stand-ins for apex are modules with apex's names, in a folder for ``sys.path``. They check their arguments against
+the documented signatures, and compute in plain torch. They show nothing about the real library's arithmetic.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MODULES = {
 
 
 def write(folder: Path) -> Path:
-    """Put apex into ``folder``."""
+    """Write the stand-in for apex into ``folder``."""
     for name, text in MODULES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def write(folder: Path) -> Path:
 
 
 class DotProductAttention(nn.Module):
-    """It has no weights, and its kernels are many."""
+    """A stand-in: the real layer has no weights, and many kernels."""
 
     def __init__(
         self, num_attention_heads: int, kv_channels: int, attention_dropout: float, qkv_format: str,
@@ -88,7 +88,7 @@ class DotProductAttention(nn.Module):
 
 
 class Noted:
-    """What the layers were called with: (kind of layer, is_first_microbatch, FP8 recipe)."""
+    """Records the calls of the layers: (kind of layer, is_first_microbatch, FP8 recipe)."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, bool | None, str | None]] = []
@@ -96,7 +96,7 @@ class Noted:
 
     @contextmanager
     def autocast(self, enabled: bool, recipe: Any, amax_reduction_group: Any = None) -> Iterator[None]:
-        """Stands for FP8, whose kernels the CPU does not have: inside, layers compute as outside."""
+        """A stand-in for FP8 regions. The CPU has no FP8 kernels, so layers compute without FP8."""
         assert enabled
         self.fp8.append(f"{type(recipe).__name__} {recipe.fp8_format.name}")
         yield
@@ -111,19 +111,19 @@ class Noted:
 
 
 def checkpoint(function: Any, *args: Any, use_reentrant: bool) -> Any:
-    """The real one saves the state of CUDA's random numbers."""
+    """A stand-in: the real function saves the state of CUDA's random numbers."""
     assert not use_reentrant
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
 @contextmanager
 def transformer_engine_for_training() -> Iterator[Noted]:
-    """The real layers and norms; attention, FP8 regions and recomputation are stand-ins."""
+    """A context with the real layers and norms. Attention, FP8 regions and recomputation are stand-ins."""
     noted = Noted()
     with ExitStack() as stack:
         te = stack.enter_context(on_cpu())
         instead = {"DotProductAttention": DotProductAttention, "autocast": noted.autocast, "checkpoint": checkpoint}
-        instead["LayerNorm"] = partial(te.LayerNorm, device="cpu")  # else it asks for the number of the GPU
+        instead["LayerNorm"] = partial(te.LayerNorm, device="cpu")  # otherwise it queries the GPU's number
         stack.enter_context(mock.patch.multiple(te, **instead))
         for kind in ("Linear", "LayerNormLinear", "LayerNormMLP"):
             layer = getattr(te, kind)

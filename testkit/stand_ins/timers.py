@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Timers:
-    """Notes each call as "name start" or "name stop", with "barrier" where one is asked for, and levels by name."""
+    """Records each call as "name start" or "name stop", with "barrier" if it has a barrier, and the levels by name."""
 
     def __init__(self, log_level: int = 1) -> None:
         self._log_level = log_level

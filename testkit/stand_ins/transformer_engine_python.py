@@ -1,7 +1,7 @@
 """The real Python of Transformer Engine on a CPU: only its compiled extension is a stand-in.
 
-``scripts/setup_env.sh`` puts the wheel ``transformer-engine`` from PyPI, which holds all of the Python and no binary,
-into a folder of its own: in ``site-packages`` it would make Megatron-core's guarded import of it fail.
+The wheel ``transformer-engine`` from PyPI has all of the Python and no binary. ``scripts/setup_env.sh`` puts it into
+its own folder. In ``site-packages`` it would make Megatron-core's guarded import fail.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from megatron_pp.tools.parity.cpu_stand_in import triton_stand_in
 from testkit.stand_ins.transformer_engine_torch import Extension
 
 FOLDER = Path(sys.prefix) / "transformer_engine_python"
-_ENVIRONMENT = {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}  # without libraries and compiled activations
+# Modules without libraries and compiled activations.
+_ENVIRONMENT = {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}
 
 
 @functools.cache
 def transformer_engine() -> ModuleType:
-    """``transformer_engine.pytorch``, imported. Raises ImportError where the set-up script has not put it."""
+    """The imported ``transformer_engine.pytorch``. Raises ImportError if the set-up script has not installed it."""
     if not FOLDER.is_dir():
         raise ImportError(f"{FOLDER} is missing: scripts/setup_env.sh test makes it")
-    importlib.import_module("torch._dynamo")  # looks for triton, which is absent
+    importlib.import_module("torch._dynamo")  # it looks for triton, which is absent
     importlib.import_module("torch._inductor.utils")
     with mock.patch.object(sys, "path", [str(FOLDER), *sys.path]), mock.patch.dict(os.environ, _ENVIRONMENT):
         with warnings.catch_warnings():
@@ -48,7 +49,7 @@ def transformer_engine() -> ModuleType:
 
 @contextmanager
 def on_cpu() -> Iterator[Any]:
-    """``transformer_engine.pytorch``, whose layers take the CPU for the GPU they ask for."""
+    """A context with ``transformer_engine.pytorch``, whose layers use the CPU in place of a GPU."""
     te = transformer_engine()
     properties = SimpleNamespace(major=8, minor=0, multi_processor_count=1)
     answers = {
@@ -66,6 +67,6 @@ def on_cpu() -> Iterator[Any]:
 
 
 def _empty(plain: Any, *size: Any, **options: Any) -> torch.Tensor:
-    """On the CPU, and not a number where nobody writes."""
+    """``torch.empty`` on the CPU, filled with NaN so that unwritten elements show."""
     made = plain(*size, **{**options, "device": "cpu"})
     return made.fill_(torch.nan) if made.is_floating_point() else made

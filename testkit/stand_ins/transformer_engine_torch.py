@@ -1,7 +1,7 @@
 """A CPU stand-in for Transformer Engine's compiled extension: the functions that unquantised layers call.
 
-Written after the Python of transformer-engine 2.20. Any other name of the extension can be imported, and raises
-NotImplementedError when it is called.
+It follows the calls in the Python of transformer-engine 2.20. Any other name of the extension can be imported, and
+raises NotImplementedError when it is called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class DType(enum.IntEnum):
-    """The extension's, by name; the numbers are any that differ."""
+    """The extension's dtypes by name. Their numbers are arbitrary."""
 
     kByte = 0  # noqa: N815
     kInt32 = 2  # noqa: N815
@@ -38,8 +38,8 @@ def generic_gemm(
     bias_dtype: Any, gelu: bool, gelu_in: Any, grad: bool, workspace: Tensor, workspace_size: int, accumulate: bool,
     use_split_accumulator: bool, **overlap: Any,
 ) -> tuple[Tensor, Tensor | None, None, None]:  # fmt: skip
-    """op(b) @ op(a), as cuBLAS computes row-major matrices: half-precision products are added in float32. With
-    ``grad``, ``bias`` asks for the sum of ``b`` over its rows, else it is added.
+    """op(b) @ op(a), as cuBLAS computes row-major matrices: half-precision products are added in float32. With ``grad``
+    and ``bias`` it also returns the sum of ``b`` over its rows; otherwise ``bias`` is added.
     """
     assert (quantizer, gelu, overlap["comm_overlap"]) == (None, False, None)
     flat_a, flat_b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
@@ -64,8 +64,8 @@ def te_general_grouped_gemm(
     m_splits: Iterable[int] | None, bias: list[Tensor], bias_dtype: Any, single_output: bool, gelu_in: list[Tensor],
     grad: bool, workspace: Any, workspace_size: int, accumulate: bool, use_split_accumulator: bool, *more: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """``generic_gemm`` of each pair. A ``single_output`` is their products' rows, one pair's after another's. With
-    ``grad``, the tensors of ``bias`` that are not empty get the sums of ``b`` over its rows.
+    """``generic_gemm`` of each pair. ``single_output``: the rows of the products are one after the other in one tensor.
+    With ``grad``, the tensors of ``bias`` that are not empty get the sums of ``b`` over its rows.
     """
     outs = list(out[0].split([len(part) for part in b])) if single_output else out
     for left, right, product, its_bias in zip(a, b, outs, bias, strict=True):
@@ -82,7 +82,7 @@ def te_general_grouped_gemm(
 def layernorm_fwd(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, margin: int, zero: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm of each row, the row's mean and the reciprocal of its standard deviation."""
+    """The layer norm of each row, the row's mean, and the reciprocal of its standard deviation."""
     assert (quantizer, zero) == (None, False)
     return torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
 
@@ -105,7 +105,7 @@ def dgelu(grad: Tensor, x: Tensor, quantizer: Any, *more: Any) -> Tensor:
 
 
 class _Absent(type):
-    """A name of the extension that is not stood for: its attributes are numbers, calling it is an error."""
+    """A name of the extension without a stand-in. Its attributes are numbers, and calling it is an error."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -122,7 +122,7 @@ class _Absent(type):
 
 
 class Extension(types.ModuleType):
-    """The module; ``names`` are those that ``import *`` takes."""
+    """The stand-in module. ``names``: the names that ``import *`` imports."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__("transformer_engine_torch")

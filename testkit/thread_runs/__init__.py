@@ -1,1 +1,1 @@
-"""Steps and exchanges of messages with ranks as threads of one process."""
+"""Runs steps, and exchanges of messages, with ranks as threads of one process."""

@@ -1,4 +1,4 @@
-"""Ranks as threads under the fault guard, each with a program of steps that it runs until one raises."""
+"""Ranks as threads under the fault guard. Each runs its program of steps until one raises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from testkit.thread_runs.step_runs import Rank, pipeline
 
 
 class Call(NamedTuple):
-    """One step of the toy model; ``number`` is the program's own."""
+    """One step of the toy model. ``number``: the program's own step number."""
 
     microbatches: int = 3
     number: int | None = None
@@ -22,7 +22,7 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Steps that a rank has finished, and what the next one raised."""
+    """The number of steps that a rank has finished, and the error of the next one."""
 
     finished: int
     error: Exception | None
@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
 def run_programs(
     programs: Sequence[Iterable[Call]], fields_of: Callable[[int], dict[str, Any]] = lambda rank: {}
 ) -> list[Outcome]:
-    """Each rank makes the calls of its program; ``fields_of(rank)`` are fields of its config."""
+    """Run the calls of each rank's program. ``fields_of(rank)``: fields of its config."""
 
     def run_program(rank: Rank) -> Outcome:
         finished = 0

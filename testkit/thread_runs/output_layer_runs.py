@@ -1,4 +1,4 @@
-"""Steps of a small model whose output layer is split over all ranks, which are threads."""
+"""Steps of a small model whose output layer is split over all ranks. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Case:
     vocab: int = 11
     loss: Callable[[torch.Tensor], Any] = mean_loss
     dtype: torch.dtype = torch.float64
-    given: Callable[[torch.Tensor, int], torch.Tensor] = lambda labels, rank: labels  # what a rank makes of the labels
+    given: Callable[[torch.Tensor, int], torch.Tensor] = lambda labels, rank: labels  # the function of a rank's labels
 
     def weight(self) -> torch.Tensor:
         return torch.randn(self.vocab, HIDDEN, generator=torch.Generator().manual_seed(5), dtype=self.dtype)
@@ -69,7 +69,8 @@ def step(
     group_of: Callable[[int], AbstractContextManager[Any]] | None = None,
     **more: Any,
 ) -> tuple[list[list[Any]], list[Stage]]:
-    """Reports and stages of all ranks. ``group_of`` makes a rank's process group, for the transport that it has."""
+    """Run one step. Returns the reports and stages of all ranks. ``group_of`` makes a rank's process group, which
+    decides its transport."""
     stages = [block(case, rank, split) for rank in range(case.size)]
     network = network or MemoryNetwork(case.size)
     fields = {name: more.pop(name) for name in list(more) if name != "forward_only"}
@@ -106,7 +107,7 @@ def step(
 def step_on_nccl(
     case: Case, log: CallLog | None = None, **more: Any
 ) -> tuple[StreamReport, list[list[Any]], list[Stage]]:
-    """As ``step``, over the transport for NCCL, on virtual devices."""
+    """``step`` over the transport for NCCL, on virtual devices."""
     network, store = StreamNetwork(case.size, seed=None, log=log), dist.HashStore()
     with virtual_cuda(), virtual_distributed():
         reports, stages = step(case, network, group_of=lambda rank: process_group(network, rank, store), **more)

@@ -1,4 +1,4 @@
-"""Ranks as threads that exchange messages with ``P2PCommunicator``, in every way in which messages may travel."""
+"""Ranks as threads that exchange messages by ``P2PCommunicator``, in every mode of communication."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_pp.testing.threads import ThreadGroup
 from testkit.thread_runs.step_runs import Rank, pipeline
 
 SHAPE = (3, 2, 4)
-# How messages travel: each of these must give the same results.
+# The modes of communication, which must all give the same results.
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "batched": {"batch_p2p_comm": True},
@@ -27,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "debug": {"p2p_debug": True},
 }
 every_way = pytest.mark.parametrize("way", WAYS)
-# Where shapes are exchanged as a batch, both sides of an exchange have to be in matching calls (Megatron's always are).
+# If shapes are exchanged as a batch, both sides must be in matching calls, as Megatron's always are.
 SHAPES_IN_BATCHES = ("variable batched", "shared variable")
 every_size = pytest.mark.parametrize("size", [2, 3])
 
@@ -37,7 +37,7 @@ def config_of(**fields: Any) -> SimpleNamespace:
 
 
 def on_ranks(size: int, body: Callable[[P2PCommunicator], Any], **fields: Any) -> list[Any]:
-    """What ``body(communicator)`` returns on each of ``size`` ranks; nothing may be left on its way."""
+    """Run ``body(communicator)`` on each of ``size`` ranks. Returns the results. No message may be left in flight."""
 
     def run(rank: Rank) -> Any:
         result = body(rank.communicator)
@@ -56,12 +56,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 class NothingMayPass(MemoryNetwork):
-    """A network on which any posted operation is a failure of the test."""
+    """A network on which any posted operation fails the test."""
 
     def post(self, *args: Any) -> Any:
         raise AssertionError("an operation was posted")
 
 
 def lonely(**fields: Any) -> P2PCommunicator:
-    """Rank 1 of 3, with both neighbours."""
+    """The communicator of rank 1 of 3, which has both neighbours."""
     return P2PCommunicator(ThreadGroup(1, 3), config_of(**fields), NothingMayPass(3).transport(1))

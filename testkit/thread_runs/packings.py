@@ -1,6 +1,6 @@
-"""Packed steps on pipelines of ranks that are threads, beside the same packs in one process.
+"""Packed steps on pipelines of ranks that are threads, compared with the same packs in one process.
 
-The model mixes the tokens of each sequence, so it is wrong where lengths are; packs on several context-parallel ranks
+The model mixes the tokens of each sequence, so wrong lengths give wrong results. The context-parallel ranks of a pack
 add up their shares in forward and in backward, and wait for each other there.
 """
 
@@ -28,7 +28,7 @@ from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from megatron_pp.testing.toy import ToyBlock, ToyResult, gradients_of, toy_config
 
 HIDDEN = 4
-SIZE = 4  # of pipelines that are drawn
+SIZE = 4  # ranks of a drawn pipeline
 POLICIES: list[dict[str, Any]] = [{"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {}]
 SCHEDULES = {1: ("1f1b", "zb_h1", "gpipe"), 2: ("interleaved_1f1b", "interleaved_zb", "zb_v")}
 _PATIENCE = 20.0  # seconds that a context-parallel rank waits for the others
@@ -36,7 +36,7 @@ _PATIENCE = 20.0  # seconds that a context-parallel rank waits for the others
 
 @dataclass(frozen=True)
 class Drawn:
-    """A step on one or two pipelines of ``SIZE`` ranks; ``fields``: of the config."""
+    """A drawn step on one or two pipelines of ``SIZE`` ranks. ``fields``: fields of the config."""
 
     pipelines: int
     num_chunks: int
@@ -45,7 +45,8 @@ class Drawn:
 
 
 def drawn(seed: int) -> Drawn:
-    """Up to 12 microbatches, with sequences of 1 token and such as take all context-parallel ranks."""
+    """A random step of up to 12 microbatches. It has sequences of 1 token, and sequences that need all context-parallel
+    ranks."""
     chance = random.Random(seed)
     pipelines, num_chunks = chance.choice([1, 1, 2]), chance.choice([1, 2])
     rules = PackingRules(pipelines, chance.randint(4, 12), chance.choice([0.0, 0.1, 1.0]))
@@ -61,8 +62,8 @@ def drawn(seed: int) -> Drawn:
 
 @dataclass
 class Meetings:
-    """Where the context-parallel ranks of a pack add up a tensor each, whatever else they run meanwhile. A rank that
-    waits for one that does not come raises TimeoutError."""
+    """The sums over the context-parallel ranks of a pack, each of which adds a tensor. If a rank is missing, the others
+    raise TimeoutError."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     given: dict[Any, dict[int, torch.Tensor]] = field(default_factory=dict)
@@ -84,8 +85,8 @@ class Meetings:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds of a pack. ``starts``: of the whole pack, in tokens; ``rows``: which tokens are this
-    rank's."""
+    """One rank's share of a pack. ``starts``: where the sequences of the whole pack start, in tokens. ``rows``: the
+    tokens of this rank."""
 
     pack: Pack
     rank: int
@@ -93,13 +94,13 @@ class Share:
     meetings: Meetings | None
 
     def of_sequences(self) -> torch.Tensor:
-        """Per token of this rank, the number of its sequence in the pack."""
+        """For each token of this rank, the number of its sequence in the pack."""
         numbers = torch.arange(len(self.pack.lengths)).repeat_interleave(torch.tensor(self.pack.lengths))
         return numbers[self.rows]
 
 
 class _Total(torch.autograd.Function):
-    """The sum over the ranks of a pack, whose gradient is the sum of theirs."""
+    """The sum over the ranks of a pack. Its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, share: Share, key: Any) -> torch.Tensor:
@@ -118,7 +119,7 @@ def _met(x: torch.Tensor, share: Share, key: Any) -> torch.Tensor:
 
 
 class PackedBlock(ToyBlock):
-    """Each token sees the mean of its sequence."""
+    """A block in which each token sees the mean of its sequence."""
 
     def __init__(self, stage: int) -> None:
         super().__init__(stage)
@@ -138,7 +139,8 @@ class PackedBlock(ToyBlock):
 
 
 def tokens_of(pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of the whole pack: [tokens, 1, HIDDEN], float64, by the places of its sequences."""
+    """Inputs and targets of the whole pack, [tokens, 1, HIDDEN], float64. They depend on the places of its
+    sequences."""
     parts = []
     for place, length in zip(pack.sequences, pack.lengths, strict=True):
         generator = torch.Generator().manual_seed(31 + place)
@@ -148,7 +150,8 @@ def tokens_of(pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def shares_of(packs: Sequence[Pack], rank: int, meetings: Meetings | None) -> Iterator[Share]:
-    """Without ``meetings``: whole packs, as one process has them. Tokens go round over the ranks of a pack."""
+    """The shares of ``rank``. The tokens of a pack go to its ranks in turn. Without ``meetings`` they are whole packs,
+    as in one process."""
     for pack in packs:
         first, context = (0, 1) if meetings is None else (rank - pack.ranks.start, pack.context)
         yield Share(pack, rank, torch.arange(first, pack.tokens, context), meetings)
@@ -167,7 +170,7 @@ def forward_step(shares: Iterator[Share], model: Any) -> tuple[Any, Any]:
 
 
 def one_process(packs: Sequence[Pack], stages: int) -> ToyResult:
-    """Packs one after the other, each whole."""
+    """The result of one process, which runs whole packs one after the other."""
     blocks = [PackedBlock(stage) for stage in range(stages)]
     result = ToyResult()
     for share in shares_of(packs, 0, None):
@@ -227,7 +230,8 @@ def config_of(num_chunks: int, **fields: Any) -> Any:
 def run_pipelines(
     pipelines: int, size: int, num_chunks: int, body: Any, *, store: Any = None, timeout: float = 60.0, **fields: Any
 ) -> list[list[Any]]:
-    """What ``body(PackedRank)`` returns, by pipeline and rank; ``store`` makes one of each pipeline."""
+    """Run ``body(PackedRank)`` on all ranks. Returns the results by pipeline and rank. ``store`` makes the store of
+    each pipeline."""
     networks = [MemoryNetwork(size, store=store and store()) for _ in range(pipelines)]
     meetings = Meetings()
 
@@ -249,7 +253,7 @@ def run_pipelines(
 
 
 def summed(results: Sequence[ToyResult]) -> ToyResult:
-    """What a data-parallel sum over pipelines makes of their merged results: losses by microbatch, and gradients."""
+    """The sum of the pipelines' merged results, as data parallelism makes it: losses by microbatch, and gradients."""
     losses = [sum(column) for column in zip(*(one.losses for one in results), strict=True)]
     names = results[0].grads
     return ToyResult(losses, {name: torch.stack([one.grads[name] for one in results]).sum(0) for name in names})

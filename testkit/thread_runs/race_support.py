@@ -1,7 +1,7 @@
-"""Run any plan, mutated or not, with any engine over any network, on a model whose arithmetic is exact.
+"""Runs any plan, mutated or not, with any engine over any network, on a model whose arithmetic is exact.
 
-Numbers are small integers in float64 and counts are powers of two, so that no sum depends on its order: a plan that
-merely reorders additions gives equal bits, and any other difference is a fault.
+Numbers are small integers in float64, and counts are powers of two, so no sum depends on its order. So a plan that only
+reorders additions gives equal bits, and any difference is a fault.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ from megatron_pp.testing.toy import (
 
 
 class DeferredWeights:
-    """Weight gradients that W computes, for ``ExactBlock``: what the engine asks of its ``weights``, in twenty
-    lines.
-    """
+    """Weight gradients that W computes, for ``ExactBlock``: the interface of the engine's ``weights``."""
 
     def __init__(self) -> None:
         self.queues: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -69,7 +67,7 @@ class DeferredWeights:
 
 
 class _ExactStage(torch.autograd.Function):
-    """y = x with neighbours exchanged * sign + shift; its weight gradients can be left for later."""
+    """y = (x with neighbours exchanged) * sign + shift. Its weight gradients can be deferred."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sign: torch.Tensor, shift: torch.Tensor, block: Any) -> torch.Tensor:
@@ -91,7 +89,7 @@ class _ExactStage(torch.autograd.Function):
 
 
 class ExactBlock(torch.nn.Module):
-    """One stage: neighbouring features exchanged, signs flipped, an integer added."""
+    """One stage: neighbouring features are exchanged, signs are flipped, and an integer is added."""
 
     weights: DeferredWeights | None = None
 
@@ -107,7 +105,7 @@ class ExactBlock(torch.nn.Module):
 
 
 class ExactCausalBlock(ExactBlock):
-    """The same on sums of all tokens so far, of which slices pass on theirs."""
+    """``ExactBlock`` on sums of all tokens so far. A slice passes its sums to the next one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if (part := current_slice()) is None:
@@ -117,7 +115,8 @@ class ExactCausalBlock(ExactBlock):
 
 
 class ExactSkipBlock(ExactBlock):
-    """The same of the input and the named tensors that the stage uses; those that it makes are whole numbers too."""
+    """``ExactBlock`` on the input and the named tensors that the stage uses. The named tensors that it makes are whole
+    numbers too."""
 
     def __init__(self, stage: int, tensors: tuple[SkipTensor, ...]) -> None:
         super().__init__(stage)
@@ -156,7 +155,7 @@ def exact_data(num_microbatches: int, variable: bool = False) -> ExactData:
 
 @dataclass
 class PlanRun:
-    """``complaints``: what went wrong besides the numbers."""
+    """The result of a run. ``complaints``: faults other than wrong numbers."""
 
     result: ToyResult
     complaints: list[str] = field(default_factory=list)
@@ -173,7 +172,7 @@ def run_plan(
     timeout: float = 60.0,
     **fields: Any,
 ) -> PlanRun:
-    """One step of ``plan`` with a thread per rank. Raises what a rank raised."""
+    """Run one step of ``plan`` with a thread per rank. Raises the error of a rank."""
     spec = plan.spec
     fields = {"pipeline_dtype": data.microbatch(0)[0].dtype, "variable_seq_lengths": spec.variable_shapes, **fields}
 
@@ -188,7 +187,7 @@ def run_plan(
 
 
 class _RankRun:
-    """One rank of ``run_plan``: a model, hooks that watch the data-parallel synchronisation, and an executor."""
+    """One rank of ``run_plan``: a model, hooks that check the data-parallel synchronisation, and an executor."""
 
     def __init__(
         self, plan: Plan, rank: int, data: ToyData, block: Callable[[int], torch.nn.Module], fields: dict[str, Any]
@@ -254,9 +253,8 @@ class _RankRun:
 
 
 class SyncWatch:
-    """Stands for a data-parallel wrapper: every parameter's gradient must be synchronised once, when it is complete,
-    and every chunk's parameters be there before its first forward, where the plan says that they are gathered
-    explicitly."""
+    """Acts as a data-parallel wrapper. Every parameter's gradient must be synchronised once, when it is complete. If
+    the plan gathers parameters explicitly, they must be there before the chunk's first forward."""
 
     def __init__(self, plan: Plan, rank: int, chunks: list[Any], config: SimpleNamespace) -> None:
         self.rank = rank
@@ -287,8 +285,8 @@ class SyncWatch:
             self.open = True
 
     def _accumulated(self, parameter: Any) -> None:
-        # torch also fires the hook where a backward gave this parameter nothing, as one whose weight gradients are left
-        # for later does; the layers of ``megatron_pp.weight_grad`` keep their parameters out of that backward.
+        # torch also fires the hook if a backward gave this parameter no gradient, as a backward with deferred weight
+        # gradients does. The layers of ``megatron_pp.weight_grad`` keep their parameters out of that backward.
         nothing_yet = self.weights is not None and self.weights.collecting is not None
         if self.open and not nothing_yet:
             self._sync(parameter)

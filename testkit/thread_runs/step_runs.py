@@ -1,4 +1,4 @@
-"""Ranks as threads, and short runs of a small model whose forward_step_func a test brings along."""
+"""Ranks as threads, and short runs of a small model with a test's own forward_step_func."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Rank:
         return placement_of(self.config, self.communicator.size, self.num_chunks)
 
     def model(self, block: Callable[[int], torch.nn.Module] = ToyBlock) -> list[PipelineStage]:
-        """Its chunks; ``block`` is called with the number of each stage."""
+        """The model chunks of this rank. ``block`` is called with the number of each stage."""
         return toy_chunks(self.placement, self.rank, self.config, block)
 
     def step(self, model: Sequence[Any], **more: Any) -> list[Any]:
-        """Its reports. ``more``: arguments of ``toy_step``, and of the schedule."""
+        """Run one step. Returns the reports. ``more``: arguments of ``toy_step``, and of the schedule."""
         return toy_step(model, **{"data": self.data, "communicator": self.communicator, **more})
 
     def run(self, prepare: Callable[[list[PipelineStage]], Any] | None = None, **more: Any) -> ToyResult:
-        """One step of a new model, with which ``prepare`` is called before."""
+        """Run one step of a new model. Before it ``prepare`` is called with the model."""
         model = self.model()
         if prepare is not None:
             prepare(model)
@@ -74,8 +74,8 @@ def pipeline(
     fields_of: Callable[[int], dict[str, Any]] = lambda rank: {},
     **fields: Any,
 ) -> list[T]:
-    """What ``body`` returns on each rank, which is a thread; ``fields`` are the config's, on all ranks, and
-    ``fields_of(rank)`` on one. Raises the first exception of any rank. ``guarded``: under a fault guard.
+    """Run ``body`` on each rank, which is a thread. Returns the results. ``fields``: fields of the config on all ranks;
+    ``fields_of(rank)``: those of one rank. Raises the first exception of any rank. ``guarded``: under a fault guard.
     """
     one_way = fields.get("p2p_channels", "one_way") == "one_way"
     net = network or MemoryNetwork(size, one_way, store=dist.HashStore() if guarded else None)
@@ -98,7 +98,7 @@ def loss_of(target: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 
 
 def forward_with(loss_func: Callable[[torch.Tensor], Any] | None, target_needed: bool = True) -> Any:
-    """A forward_step_func whose loss function is ``loss_func(loss of the microbatch)``."""
+    """A forward_step_func whose loss function returns ``loss_func(loss of the microbatch)``."""
 
     def step(data_iterator: Any, model: Any) -> Any:
         x, target = next(data_iterator)
@@ -131,7 +131,8 @@ def in_pipeline(
     more: dict[str, Any] | None = None,
     **fields: Any,
 ) -> tuple[list[list[Any]], list[torch.nn.Module]]:
-    """Reports of every rank, and the blocks of all stages in order. ``more``: further arguments of the schedule."""
+    """Run one step. Returns the reports of every rank, and the blocks of all stages in order. ``more``: further
+    arguments of the schedule."""
     blocks = [block(stage) for stage in range(size * chunks)]
 
     def step_of(rank: Rank) -> list[Any]:
@@ -141,13 +142,13 @@ def in_pipeline(
 
 
 def result_of(reports: list[list[Any]], blocks: list[torch.nn.Module]) -> ToyResult:
-    """What ``in_pipeline`` gave, to be compared; only the last rank may have reported."""
+    """The result of ``in_pipeline``, for a comparison. Only the last rank may have reports."""
     assert reports[:-1] == [[]] * (len(reports) - 1)
     return ToyResult([float(report["loss"]) for report in reports[-1]], gradients_of(dict(enumerate(blocks))))
 
 
 def reference(stages: int, total: Callable[[list[torch.Tensor]], torch.Tensor]) -> list[torch.nn.Module]:
-    """Blocks after the backward of ``total(losses of all microbatches)`` in one process."""
+    """The blocks after the backward of ``total(losses of all microbatches)`` in one process."""
     blocks = [ToyBlock(stage) for stage in range(stages)]
     losses = []
     for x, target in DATA.iterator():

@@ -22,8 +22,8 @@ def train_toy(
     before: Callable[[int, int, Any], None] = lambda rank, step, config: None,
     **fields: Any,
 ) -> ToyResult:
-    """``steps`` training steps; gradients add up. ``before`` each step it is called with the rank, the step and the
-    config. ``split``: by converted chunks; ``fields``: of the config.
+    """Run ``steps`` training steps, whose gradients add up. ``before`` is called before each step with the rank, the
+    step and the config. ``split``: with converted chunks. ``fields``: fields of the config.
     """
 
     def train(rank: Rank) -> ToyResult:

@@ -1,8 +1,8 @@
-"""A training loop with the functions of Megatron-LM's, by which `megatron-pp parity` watches it.
+"""A training loop with the functions of Megatron-LM's loop that `megatron-pp parity` watches.
 
-PLANTED_FAULT in the environment: "log" logs the loss times the stages; "schedule" does not restore the learning rate's
-schedule; "bias" leaves the bias of experts to each replica; "clip" clips gradients by the norm of their own stage;
-"positions" and "mask" ignore, in a pipeline, what the data says of these.
+PLANTED_FAULT in the environment chooses a fault. "log" logs the loss times the number of stages. "schedule" does not
+restore the learning rate's schedule. "bias" computes the bias of experts on each replica alone. "clip" clips gradients
+by the norm of their own stage. "positions" and "mask" ignore, in a pipeline, the data's position ids and mask.
 """
 
 import functools
@@ -169,7 +169,7 @@ def training_log(
     norm: float,
     first: bool,
 ) -> None:
-    """As in Megatron-LM, the first line of a process does not reset what is averaged."""
+    """Log the averages. As in Megatron-LM, the first line of a process does not reset them."""
     totals["lines"] = totals.get("lines", torch.zeros(())) + 1
     for name, value in losses.items():
         totals[name] = totals.get(name, torch.zeros(())) + value
