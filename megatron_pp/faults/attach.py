@@ -105,25 +105,13 @@ def guard_of(communicator: P2PCore, settings: StepSettings) -> FaultGuard | None
     guard: FaultGuard | None = transport.guard
     timeouts = settings.timeouts(transport.limit)
     if guard is None:
-        _warn_of_timeout(transport, settings)
+        if settings.p2p_timeout is not None or settings.compute_timeout is not None:
+            from megatron_pp.faults import group_timeout
+
+            group_timeout.warn_if_shorter(transport, settings)
         guard = transport.guard = _make_guard(transport, timeouts.transfer)
     guard.timeout, guard.patience = timeouts
     return guard
-
-
-def _warn_of_timeout(transport: Transport, settings: StepSettings) -> None:
-    """Warn if the group's own timeout ends before one that the config sets. The group's error says less, and NCCL's
-    ends the process by default."""
-    name = "p2p_timeout" if settings.compute_timeout is None else "compute_timeout"
-    seconds = getattr(settings, name)
-    limit = None if transport.limit is None else transport.limit.total_seconds()
-    if limit is not None and seconds is not None and limit < seconds and transport.rank == 0:
-        logger.warning(
-            "the process group of pipeline %s gives up after %g s, but config.%s is %g s: a long operation may end in "
-            "the group's error, which says less; make the group with a longer timeout "
-            "(--distributed-timeout-minutes of Megatron)",
-            transport.name, limit, name, seconds,
-        )  # fmt: skip
 
 
 def _abort_all_groups() -> None:

@@ -12,7 +12,6 @@ Megatron's. Steps that the engine does not serve run on Megatron's own schedule,
 
 import atexit
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
@@ -21,18 +20,8 @@ from typing import Any
 from megatron_pp.errors import NotServedError, UnknownMegatronError
 from megatron_pp.integrations.megatron.given import FILE_VARIABLE, InstallSettings, in_environment
 from megatron_pp.integrations.megatron.releases.release import load_megatron
-from megatron_pp.integrations.megatron.stand_ins import (
-    BLOCKS,
-    CHANGES,
-    SCHEDULES,
-    STAND_INS,
-    State,
-    current,
-    names_differ,
-    put_in_place,
-    stand_ins,
-)
-from megatron_pp.integrations.megatron.steps.gpt_models import model_classes, place_models
+from megatron_pp.integrations.megatron.stand_ins import BLOCKS, CHANGES, State, current, put_in_place
+from megatron_pp.integrations.megatron.steps.gpt_models import model_classes
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
 
@@ -77,23 +66,11 @@ def install_with(settings: InstallSettings) -> None:
 
 @atexit.register
 def _report_unused() -> None:
-    plugin, module = current(), sys.modules.get(SCHEDULES)
-    if plugin is not None and not plugin.called and names_differ(plugin.megatron.schedules):
-        schedules = plugin.megatron.schedules
-        from megatron_pp.integrations.megatron.releases import other_schedules
-
-        other_schedules.report_unused(schedules, stand_ins(schedules))
-    elif plugin is None and module is not None and any(one.plugin is not None for one, _ in STAND_INS.items()):
-        from megatron_pp.integrations.megatron.releases import other_schedules
-
-        other_schedules.report_imported_anew()
-
-
-def take_models() -> None:
-    """Let Megatron's models be built for V schedules, if the engine is installed."""
     plugin = current()
-    if plugin is not None:
-        place_models(plugin.settings.overrides.get("pipeline_schedule"), model_classes())
+    if plugin is None or not plugin.called:
+        from megatron_pp.integrations.megatron import end_of_program
+
+        end_of_program.report_unused(plugin)
 
 
 def uninstall() -> None:

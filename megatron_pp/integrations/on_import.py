@@ -8,9 +8,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from megatron_pp.integrations.megatron.given import InstallSettings
-from megatron_pp.integrations.megatron_core import install_with, take_models
+from megatron_pp.integrations.megatron.stand_ins import current
+from megatron_pp.integrations.megatron.steps.gpt_models import MODELS, model_classes, place_models
+from megatron_pp.integrations.megatron_core import install_with
 
-_MODELS = ("megatron.core.models.gpt.gpt_model", "megatron.core.models.hybrid.hybrid_model")
 _MODULES = ("megatron.core", "megatron.core.pipeline_parallel.schedules")
 
 
@@ -21,8 +22,15 @@ def install_on_import(settings: InstallSettings) -> None:
     What `install()` raises is raised by that import.
     """
     WhenImported(_MODULES, partial(install_with, settings))
-    for model in _MODELS:
+    for model, _ in MODELS:
         WhenImported((model,), take_models)  # it may import the schedules itself, and be incomplete then
+
+
+def take_models() -> None:
+    """Let Megatron's models be built for V schedules, if the engine is installed."""
+    plugin = current()
+    if plugin is not None:
+        place_models(plugin.settings.overrides.get("pipeline_schedule"), model_classes())
 
 
 class WhenImported(MetaPathFinder):

@@ -25,9 +25,9 @@ from tests.functional_tests.megatron_support import needs_megatron
 pytestmark = pytest.mark.callers_thread
 # Lines of a book at most. Of the machine 6,500 are wanted under install(): whoever takes modules out lowers the number.
 COMPILER_LINES = 4_390
-MACHINE_LINES = 7_400
-INSTALLED_MACHINE_LINES = 7_110
-NCCL_MACHINE_LINES = 7_700  # under install()
+MACHINE_LINES = 7_385
+INSTALLED_MACHINE_LINES = 7_075
+NCCL_MACHINE_LINES = 7_645  # under install()
 
 # Room -> its modules that a default step loads.
 MACHINE = {

@@ -77,7 +77,7 @@ class NcclTransport(GroupTransport):
         except RuntimeError as error:
             self._post_failed(error, f"batch of {len(ops)} sends and receives")
 
-    def _post_shape(self, method: str, tensor: torch.Tensor, peer: int, channel: str) -> ShapeTransfer:
+    def _post_shape(self, method: str, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         own = self._channels.get((min(self.rank, peer), max(self.rank, peer), SHAPES))
         if own is None or self._groups is None:
             raise P2PError(f"pipeline rank {self.rank}: no channel for shapes was made with rank {peer}")
@@ -85,6 +85,8 @@ class NcclTransport(GroupTransport):
             work = getattr(own.group, method)([tensor], own.peer, self._tags[channel])
         except RuntimeError as error:
             self._post_failed(error, f"shape on channel {channel}, with rank {peer}")
+        from megatron_pp.comm.nccl.shape_transfer import ShapeTransfer
+
         return ShapeTransfer(work, self._groups)
 
     def collective(self, collective: Collective) -> Work:
@@ -189,21 +191,3 @@ def channel_options(pipeline: Any, max_ctas: int | None) -> Any:
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
     return options
-
-
-class ShapeTransfer:
-    """The work of a shape that is sent ahead of a tensor. A tensor is received only once its shape is known, so whether
-    a message is done is read from its tensors, not from this work."""
-
-    __slots__ = ("_groups", "_work")
-
-    def __init__(self, work: Any, groups: ChannelGroups) -> None:
-        self._work = work
-        self._groups = groups
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block the host, for at most as long as NCCL would wait."""
-        return self._work.wait(self._groups.timeout if timeout is None else timeout)
-
-    def is_completed(self) -> bool:
-        return True

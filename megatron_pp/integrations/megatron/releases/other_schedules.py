@@ -73,14 +73,6 @@ def report_unused(schedules: ModuleType, installed: Sequence[Any]) -> None:
         logger.warning("no step of this program has run through megatron_pp: it does not serve %s", reason)
 
 
-def report_imported_anew() -> None:
-    """Warn at the end of a program that has imported Megatron-core anew, without another `install()`."""
-    logger.warning(
-        "Megatron-core's modules were removed and imported anew after install(): steps since then ran its own "
-        "schedules. There, call install() again"
-    )
-
-
 def leads_to(function: Any, ends: Sequence[Any], depth: int = 4) -> bool:
     """Whether ``function`` is one of ``ends``, or may call one through its closure, its attributes, or the names that
     it uses, at most ``depth`` functions away."""
