@@ -26,6 +26,7 @@ from megatron_pp.config.step_fields import IN_ENVIRONMENT, StepFields
 from megatron_pp.runtime import kept_calls, run_step
 from megatron_pp.runtime.communicators import close_communicators
 from testkit.models.linear_stage import LinearStage, forward_step
+from testkit.mutants.blind_kept_calls import read_without
 from testkit.processes import run_processes
 from tests.functional_tests.megatron_support import needs_megatron
 
@@ -315,7 +316,7 @@ def checked_blindly(rank: int, size: int) -> dict[str, list[str]]:
     library, state = the_library(False)
     read, found = kept_calls.Read, {}
     for name in BLIND:
-        make_blind(name)
+        kept_calls.Read = read_without(name)  # type: ignore[misc]
         program = Program(library, state, 2, size, {})
         changes = [change for change in changes_of(program) if change[0].startswith(f"config.{name} ")]
         found[name] = [change[0] for change in changes if program.wrongly_taken_over(change)]
@@ -356,23 +357,6 @@ def noted_calls() -> list[Any]:
 
     kept_calls.taken_over = noted
     return taken
-
-
-def make_blind(name: str) -> None:
-    """Calls take over what an earlier one has found with another value of this field."""
-    place = StepFields._fields.index(name)
-
-    class Blind(kept_calls.Read):
-        def __init__(self, values: Any) -> None:
-            super().__init__(without(values))
-
-        def __eq__(self, other: Any) -> bool:
-            return super().__eq__(without(other))
-
-    def without(values: Any) -> Any:
-        return (*values[:place], *values[place + 1 :]) if isinstance(values, StepFields) else values
-
-    kept_calls.Read = Blind  # type: ignore[misc]
 
 
 METHODS = ("forkserver", "spawn")  # the last rank starts as a launcher starts ranks: with nothing loaded
