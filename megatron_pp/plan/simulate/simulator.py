@@ -158,7 +158,8 @@ class SimulatedRun(DeviceRanks):
         entry = self.queues.send_off(me.number, at, self.now)
         for end in entry.ends:
             me.posted[end.message] = entry
-        self.opened(me.number, entry)
+        if self.device_sync:  # else nothing here waits for the device, and each entry would be kept to the end
+            self.opened(me.number, entry)
         self._plan_network_events()
         return entry
 

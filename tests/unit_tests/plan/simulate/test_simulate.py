@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from itertools import pairwise
 
@@ -15,11 +16,12 @@ from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.costs.transports import GLOO_DETACHED_BYTES
 from megatron_pp.plan.ir.instruction import COMPUTE_OPS
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.plan.ir.spec import BATCHED, CHANNELS, OVERLAP, POLICIES, SHARED, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import ANY_WAIT, BATCHED, CHANNELS, OVERLAP, POLICIES, SHARED, Plan, PlanSpec
 from megatron_pp.plan.lower.clock import run_clock
 from megatron_pp.plan.orders import SCHEDULES, find_family
-from megatron_pp.plan.simulate.simulator import simulate
+from megatron_pp.plan.simulate.simulator import SimulatedRun, simulate
 from megatron_pp.plan.simulate.steady import counts_on_bypass, in_a_row, longest_span, steady_step
+from megatron_pp.plan.verify.queues import Entry
 from megatron_pp.plan.verify.rendezvous import check_rendezvous
 from testkit.inputs.plan_text import edited, placed, with_programs
 
@@ -298,3 +300,17 @@ def test_messages_of_steps_in_a_row_do_not_cross():
     plan = in_a_row(plan_of("zb_v", 2, 4), 3)
     assert {at.mb for order in plan.orders for at in order} == set(range(plan.spec.num_microbatches)) == set(range(12))
     check_rendezvous(plan, ())
+
+def test_an_entry_that_is_over_is_not_kept() -> None:
+    """Memory grows with the plan's columns of times, not with what was posted: the device's rules of a default plan let
+    any instruction wait, and the simulator has none that does.
+    """
+    left = []
+    for m in (8, 64):
+        plan = build_plan(PlanSpec("interleaved_1f1b", 4, 2, m))
+        run = SimulatedRun(plan, StageCosts.uniform(8).placed(plan.placement), Network(), (ANY_WAIT,))
+        run.run()
+        gc.collect()
+        left.append(sum(isinstance(one, Entry) for one in gc.get_objects()))
+        del run
+    assert left[0] == left[1]
