@@ -301,6 +301,7 @@ def test_messages_of_steps_in_a_row_do_not_cross():
     assert {at.mb for order in plan.orders for at in order} == set(range(plan.spec.num_microbatches)) == set(range(12))
     check_rendezvous(plan, ())
 
+
 def test_an_entry_that_is_over_is_not_kept() -> None:
     """Memory grows with the plan's columns of times, not with what was posted: the device's rules of a default plan let
     any instruction wait, and the simulator has none that does.
