@@ -142,7 +142,7 @@ def test_it_works_where_it_is_installed(installed: Installed) -> None:
     assert re.findall(r"usage: megatron-pp ?(\w*)", shown) == ["", *commands]
     assert installed.run("megatron-pp", "--version").stdout == f"megatron-pp {megatron_pp.__version__}\n"
     missing = installed.run("megatron-pp", "verify", code=2)
-    assert missing.stderr == "megatron-pp verify: No module named 'rich'; `pip install rich` gets it\n"
+    assert missing.stderr == "megatron-pp verify: No module named 'rich'; install it by `pip install rich`\n"
 
     installed.show_libraries()
     where = installed.run("python", "-c", "import megatron_pp; print(megatron_pp.__file__)").stdout

@@ -1,4 +1,4 @@
-"""The ``megatron-pp`` command, its subcommands one file each. None of them imports torch but `run`, when it runs."""
+"""The ``megatron-pp`` command. Each subcommand has a file. Only `run` imports torch, when it runs a script."""
 
 from megatron_pp.tools.cli.command_line import main
 

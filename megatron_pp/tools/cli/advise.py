@@ -1,4 +1,4 @@
-"""``megatron-pp advise``: which pipeline to run, and why not another one."""
+"""``megatron-pp advise``: recommends a pipeline, and says why the others are worse."""
 
 from __future__ import annotations
 
@@ -48,28 +48,28 @@ EXAMPLES = """examples:
   megatron-pp advise --from-trace runs/x/traces --global-batch 64 --memory-gb 80 --activation-gb 2
   megatron-pp advise --megatron-args "--num-layers 32 --hidden-size 4096 ..." --gpu a100
 
-exit codes: 0 done, 1 nothing fits into the memory, 2 wrong arguments, 3 ended by Ctrl-C or SIGTERM, with the best
-pipeline that was found until then
+exit codes: 0 done, 1 nothing fits into the memory, 2 wrong arguments, 3 ended by Ctrl-C or SIGTERM (the answer is the
+best pipeline that was found until then)
 """
 _TORCHRUN = "torchrun "
-_ORDER_SHARE = 0.2  # of the budget, for the order of unequal microbatches
-_SILENCE = 10.0  # seconds between two lines about how far a search is
+_ORDER_SHARE = 0.2  # share of the budget for the order of unequal microbatches
+_SILENCE = 10.0  # seconds between two lines of progress
 _JOBS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     advise_input.add_arguments(parser)
-    budget = "seconds to search; default a fixed amount of work, whatever time it takes: on two quiet cores 20 s for "
-    budget += "16 ranks, one or two minutes for the largest pipelines"
+    budget = "seconds to search; default a fixed amount of work, which takes 20 s for 16 ranks and one or two minutes "
+    budget += "for the largest pipelines on two idle cores"
     parser.add_argument("--budget-s", type=number, metavar="S", help=budget)
     parser.add_argument("--jobs", type=whole, metavar="N", help="processes that search; default 2, or fewer cores")
     parser.add_argument("--plot", metavar="FILE", help="step time against memory, as .svg or .png")
     written = (
-        "file for the costs of a recommended search, which --pipeline-measured of a run reads; default "
+        "file for the costs of a recommended search; a run reads it by --pipeline-measured; default "
         + answer.MEASURED_FILE
     )
     parser.add_argument("--measured-out", metavar="FILE", help=written)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if ending not in (".svg", ".png"):
         raise UsageError(f"--plot writes .svg and .png, not {ending!r}")
     if args.jobs == 0:
-        raise UsageError("--jobs is 0; it takes at least 1 process")
+        raise UsageError("--jobs is 0; it must be at least 1")
     if args.plot:
         draw.require_matplotlib()
     question = advise_input.question_of(args)
@@ -97,10 +97,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
         for line in _recommended(findings, best, order, measured):
             (print_command if line.startswith(_TORCHRUN) else print_line)(console, line)
         _show_others(findings, best, console)
-    if best.spec is not None and best.spec.measured is not None:  # the command names it
+    if best.spec is not None and best.spec.measured is not None:  # the printed command names this file
         write_whole(measured, json.dumps(all_values(best.spec.measured), indent=1) + "\n")
     elif args.measured_out:
-        warnings.warn(f"{args.measured_out} is not written: {best.candidate.schedule} is no search", stacklevel=1)
+        warnings.warn(
+            f"{args.measured_out} is not written: {best.candidate.schedule} is not a schedule with a search",
+            stacklevel=1,
+        )
     if args.plot:
         points = []
         for one in findings.fitting:
@@ -115,7 +118,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _found(question: Question, budget: float | None, jobs: int) -> tuple[Findings, MicrobatchOrder | None]:
-    """The best pipeline, and the order of unequal microbatches, which an interrupt leaves out."""
+    """The best pipeline, and the order of unequal microbatches; after an interrupt there is no order."""
     patience = None
     if budget is not None and question.microbatch_costs:
         budget, patience = budget * (1 - _ORDER_SHARE), budget * _ORDER_SHARE
@@ -131,8 +134,8 @@ def _found(question: Question, budget: float | None, jobs: int) -> tuple[Finding
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM ends a search as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+    """Lets SIGTERM end a search as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():  # a handler can be set in the main thread only
         yield
         return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -144,7 +147,8 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _progress() -> Iterator[Report]:
-    """On the error stream: a bar with the time that is left on a terminal, now and then a line elsewhere."""
+    """Reports progress on the error stream: on a terminal by a bar with the remaining time, otherwise by a line every
+    ten seconds."""
     from rich import progress
     from rich.console import Console
 
@@ -160,7 +164,7 @@ def _progress() -> Iterator[Report]:
 
 
 class _Lines:
-    """How far a long search is."""
+    """Prints the progress of a long search as lines."""
 
     def __init__(self) -> None:
         self.said = time.monotonic()
@@ -177,24 +181,26 @@ def _nothing_found(findings: Findings) -> MegatronPPError:
         estimates = [one for one in findings.estimates if not one.refused]
         fastest = min(estimates, key=lambda one: one.step, default=None)
         first = (
-            f"; by a first estimate {fastest.candidate} is the fastest, ~{short(fastest.step)} ms" if fastest else ""
+            f"; a first estimate says that {fastest.candidate} is the fastest, ~{short(fastest.step)} ms"
+            if fastest
+            else ""
         )
         left = len(findings.not_looked_at)
         seconds = short(findings.seconds)
-        advice = "give more --budget-s, or fewer microbatches, chunks or slices"
+        advice = "give a larger --budget-s, or fewer microbatches, chunks or slices"
         return UsageError(f"search cut short after {seconds} s: none of {left} candidates was built{first}; {advice}")
     if least is None:
         reasons = (one.refused for one in findings.outcomes if one.refused)
         return RefusedError(f"no pipeline is possible: {min(reasons, key=len)}")
     cut = "search cut short: " if findings.cut_short else ""
     return RefusedError(
-        f"{cut}nothing fits into {question.memory:g} GB; the least that was found is {least.peak:.3g} GB, with "
+        f"{cut}nothing fits into {question.memory:g} GB; the least memory that was found is {least.peak:.3g} GB, with "
         f"{least.candidate}: give more memory, more ranks, smaller microbatches or more tensor parallelism"
     )
 
 
 def _recommended(findings: Findings, best: Outcome, order: MicrobatchOrder | None, measured: str) -> Iterator[str]:
-    """The answer, line by line: what to run, why, and how."""
+    """The lines of the answer: what to run, why, and how."""
     question = findings.question
     left = len(findings.not_looked_at)
     of_all = left + len({one.candidate for one in findings.outcomes})
@@ -204,7 +210,7 @@ def _recommended(findings: Findings, best: Outcome, order: MicrobatchOrder | Non
         yield f"    {sentence}"
     if order is not None:
         listed, numbers = ",".join(map(str, order.order)), f"{order.step:.4g} ms; {order.step_as_given:.4g} ms as given"
-        yield f"    microbatches, which are unequal, in the order {listed}: {numbers}"
+        yield f"    run the unequal microbatches in the order {listed}: {numbers}"
     elif question.microbatch_costs and findings.interrupted:
         yield "    interrupted before an order of the unequal microbatches was found"
     certificate = best.certificate or {}
@@ -221,7 +227,7 @@ def _recommended(findings: Findings, best: Outcome, order: MicrobatchOrder | Non
         yield f"TransformerConfig({settings}, ...)"
         yield "    in a training loop of your own: Megatron's models cannot run it"
     if best.spec is not None and best.spec.measured is not None:
-        yield f"    wrote {measured}, which the search of the run reads: the costs that this one planned for"
+        yield f"    wrote the costs of this plan to {measured}; the search of the run reads them"
     if answer.megatron_models_run(best) and not answer.runs_in_megatron(best):
         yield "    Megatron without megatron_pp has no such schedule"
     yield ""

@@ -1,4 +1,4 @@
-"""What ``megatron-pp advise --costs FILE`` reads: layers, or what was measured of a model's stages."""
+"""Reads the file of ``megatron-pp advise --costs FILE``: costs of layers, or measured costs of a model's stages."""
 
 import json
 import math
@@ -17,18 +17,19 @@ from megatron_pp.tools.advise.question import Question
 _NUMBERS = ("forward_ms", "backward_ms", "weight_ms", "activation_gb", "static_gb")
 _KEYS = ("kind", "count", *_NUMBERS)
 _OF_ALL = ("layers", "message_mb", "attention_share")
-_MOST_LAYERS = 100_000  # more are a slip of the keyboard
+_MOST_LAYERS = 100_000  # a larger number is a typing error
 
 
 @dataclass(frozen=True)
 class FileCosts:
-    """Times in milliseconds, memory in GB.
+    """The costs in a file. Times are in milliseconds, memory in GB. Values that are not in the file are None.
 
-    ranks           of the pipeline that was measured; None: not in the file
-    link            what every link is like; None: not in the file
-    links           what each link of that many ranks is like
-    host_bandwidth  of copies between a device and host memory; None: not in the file, or measured on a CPU
-    micro_batch     sequences in a microbatch, and ``seq_length`` tokens in a sequence; None: not in the file
+    ranks           ranks of the measured pipeline
+    link            latency and bandwidth of every link
+    links           latency and bandwidth of single links, in a pipeline of ``ranks``
+    host_bandwidth  bandwidth of copies between a device and host memory; None also if measured on a CPU
+    micro_batch     sequences in a microbatch
+    seq_length      tokens in a sequence
     """
 
     model: Model
@@ -40,19 +41,20 @@ class FileCosts:
     seq_length: int | None = None
 
     def with_static(self, static: Sequence[float], ranks: int) -> Model:
-        """The model with GB of parameters, gradients and optimizer states: one number of a rank, or one for each stage.
-        Raises PlanError where the file has them, or another number of stages.
+        """The model with GB of parameters, gradients and optimizer states: one number for a rank, or one for each
+        stage.
+        Raises PlanError if the file has these GB, or another number of stages.
         """
         layers = self.model.layers
         if not self.model.is_fluid or any(one.static for one in layers):
-            raise PlanError("--static-gb is in --costs FILE, as static_gb of its layers")
+            raise PlanError("--static-gb cannot be given with --costs FILE: the file has static_gb of its layers")
         if len(static) not in (1, len(layers)):
             raise PlanError(f"--static-gb has {len(static)} numbers; --costs FILE has {len(layers)} stages")
         each = static if len(static) > 1 else (static[0] * ranks / len(layers),) * len(layers)
         return replace(self.model, layers=tuple(replace(one, static=gb) for one, gb in zip(layers, each, strict=True)))
 
     def on_its_links(self, question: Question) -> Question:
-        """With the links and copies of the file, where the options say nothing of them."""
+        """``question`` with the file's links and copies, unless the options give them."""
         if question.host_bandwidth is None:
             question = replace(question, host_bandwidth=self.host_bandwidth)
         if self.link is None or question.latency or math.isfinite(question.bandwidth) or question.links:
@@ -63,11 +65,11 @@ class FileCosts:
 
 
 def read_costs(path: str) -> FileCosts:
-    """Raises FileFormatError naming the file."""
+    """The costs in the file. Raises FileFormatError, with the file's name."""
     try:
         content = json.loads(read_text(path, plain=True))
         if not isinstance(content, dict):
-            raise PlanError("it holds no object")
+            raise PlanError("it is not a JSON object")
         return FileCosts(_from_layers(content)) if "layers" in content else _from_measured(content)
     except FileFormatError:
         raise
@@ -78,10 +80,10 @@ def read_costs(path: str) -> FileCosts:
 def _from_layers(content: dict[str, Any]) -> Model:
     unknown = sorted(set(content) - set(_OF_ALL))
     if unknown:
-        raise PlanError(f"{unknown[0]!r} is not known beside layers; its keys are {', '.join(_OF_ALL)}")
+        raise PlanError(f"key {unknown[0]!r} is not known; a file with layers may have {', '.join(_OF_ALL)}")
     rows = content["layers"]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise PlanError("layers is no list of objects, each with forward_ms and backward_ms")
+        raise PlanError("layers must be a list of objects, each with forward_ms and backward_ms")
     layers: list[Layer] = []
     for row in rows:
         count = _checked_count(row)
@@ -93,14 +95,14 @@ def _from_layers(content: dict[str, Any]) -> Model:
 
 
 def _checked_count(row: dict[str, Any]) -> int:
-    """How many layers a row describes. Raises PlanError for an impossible row."""
+    """The number of layers that a row describes. Raises PlanError for an impossible row."""
     unknown = sorted(set(row) - set(_KEYS))
     if unknown or "forward_ms" not in row or "backward_ms" not in row:
         problem = f"{unknown[0]!r} is not known" if unknown else "forward_ms and backward_ms are needed"
-        raise PlanError(f"a layer: {problem}; its keys are {', '.join(_KEYS)}")
+        raise PlanError(f"a layer: {problem}; a layer may have {', '.join(_KEYS)}")
     kind, count = row.get("kind", DECODER), row.get("count", 1)
     if kind not in (*LETTERS, PART):
-        raise PlanError(f"a layer is of kind {kind!r}; it may be {', '.join((*LETTERS, PART))}")
+        raise PlanError(f"the kind of a layer is {kind!r}; it must be one of {', '.join((*LETTERS, PART))}")
     if type(count) is not int or count < 1:
         raise PlanError(f"the count of a layer is {count!r}; it must be a whole number of at least 1")
     for name in _NUMBERS:
@@ -109,7 +111,7 @@ def _checked_count(row: dict[str, Any]) -> int:
 
 
 def _checked_number(values: dict[str, Any], name: str) -> float:
-    """0 where it is missing. Raises PlanError."""
+    """A number of the file; 0 if it is missing. Raises PlanError for an impossible value."""
     value = values.get(name, 0.0)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
         raise PlanError(f"{name} is {value!r:.40}; it must be a number from 0 to {LARGEST:g}")
@@ -117,14 +119,14 @@ def _checked_number(values: dict[str, Any], name: str) -> float:
 
 
 def layer_of(kind: str, row: dict[str, float]) -> Layer:
-    """Without a time for weight gradients, the backward is both, in equal halves."""
+    """The layer of a row. If the row has no time for weight gradients, they are half of the backward."""
     backward = row["backward_ms"]
     halves = (backward, row["weight_ms"]) if "weight_ms" in row else (backward / 2, backward / 2)
     return layer(kind, row["forward_ms"], *halves, row.get("activation_gb", 0.0), row.get("static_gb", 0.0))
 
 
 def _from_measured(content: dict[str, Any]) -> FileCosts:
-    """What ``auto`` reads; lists are of stages in model order."""
+    """The costs of a file as ``auto`` reads it. Its lists have a number for each stage, in model order."""
     file = MeasuredFile.from_dict(content)
     measured = file.values
     units = file.units or Units()
@@ -132,12 +134,12 @@ def _from_measured(content: dict[str, Any]) -> FileCosts:
     time, memory = MS[units.time], GB[units.memory]
     if file.units is not None and "activation" not in content:
         raise PlanError(
-            f"memory was not measured; add activation, {units.memory} that each stage keeps of a microbatch"
+            f"memory was not measured; add activation, the {units.memory} that each stage keeps for a microbatch"
         )
     values = (measured.forward, measured.backward_input, measured.weight, measured.activation)
     lengths = {len(value) for value in values if isinstance(value, tuple)}
     if len(lengths) > 1:
-        raise PlanError("its lists are of different lengths")
+        raise PlanError("its lists have different lengths")
     count = max(lengths, default=1)
     if not lengths:
         raise PlanError("it has no list with a number for each stage, so the number of stages is not known")

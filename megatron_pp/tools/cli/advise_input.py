@@ -1,4 +1,4 @@
-"""The options of ``megatron-pp advise``, and the question that they ask."""
+"""The options of ``megatron-pp advise``, and the question that they describe."""
 
 import argparse
 import math
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_transformer_options(parser)
     add_from_trace_option(parser, "take compute times and transfers from this trace")
     arguments = (
-        "sizes from Megatron's arguments as one text, or from a file that check reads; other options overrule them"
+        "sizes from Megatron's arguments as one text, or from a file that check reads; other options override them"
     )
     parser.add_argument("--megatron-args", metavar="ARGS", help=arguments)
 
@@ -61,13 +61,13 @@ def _add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     add_outside_options(group)
     most = f"the largest V to try; default {Question.max_chunks}"
     group.add_argument("--max-chunks", type=count, metavar="V", help=most)
-    group.add_argument("--schedules", metavar="A,B", help="try these only; default all")
+    group.add_argument("--schedules", metavar="A,B", help="try only these schedules; default all")
     tried = "numbers of slices to try, with commas; default 1, whole sequences"
     group.add_argument("--sequence-slices", dest="slices", type=counts, metavar="N", help=tried)
     group.add_argument(
-        "--policy", choices=POLICIES, help="policy of all plans; default overlap, for the best one also batched"
+        "--policy", choices=POLICIES, help="policy of all plans; default overlap, and also batched for the best plan"
     )
-    device = "rules of the device under which every plan is verified, with commas; default those of a run on NCCL"
+    device = "device rules under which every plan is verified, with commas; default those of a run on NCCL"
     group.add_argument("--device", action="extend", type=device_rules, metavar="RULE", help=device)
     group.add_argument("--no-recompute", action="store_true", help="no layer may be recomputed")
     group.add_argument("--no-split-backward", action="store_true", help="the model cannot split its backwards")
@@ -75,8 +75,8 @@ def _add_pipeline_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_layer_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("layers", "times and memory of layers, for one microbatch")
-    per = "whether a number for times, --activation-gb and --static-gb is that of a rank or of a layer; a list has one "
-    per += "for each layer or, with rank, for equal stages in model order; default rank"
+    per = "whether a single number of times, --activation-gb and --static-gb is for a rank or for a layer; a list "
+    per += "has a number for each layer or, with rank, for each of equal stages in model order; default rank"
     group.add_argument("--costs-per", choices=_LAYERS, help=per)
     group.add_argument(
         "--activation-gb", type=times, metavar="GB", help="memory that a forward keeps until its backward"
@@ -87,18 +87,18 @@ def _add_layer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mtp-ms", type=times, metavar="F,B,W", help="times of each layer for multi-token prediction")
     group.add_argument("--loss-ms", type=times, metavar="F,B,W", help="times of the output layer and the loss")
     group.add_argument("--mtp-layers", type=whole, metavar="N", help="layers for multi-token prediction")
-    spread = "layers of multi-token prediction, and their losses (--loss-ms is of one), may be on different stages: "
-    spread += "NVIDIA/Megatron-LM#5318, #5329"
+    spread = "layers for multi-token prediction and their losses (--loss-ms is the time of one) may be on different "
+    spread += "stages: NVIDIA/Megatron-LM#5318, #5329"
     group.add_argument("--spread-mtp", action="store_true", help=spread)
-    unequal = "costs of the microbatches of a step, relative to each other; the best order to run them in is found"
+    unequal = "relative costs of the microbatches of a step; the answer has the best order to run them"
     group.add_argument("--microbatch-costs", type=times, metavar="A,B,C", help=unequal)
-    costs = "JSON file with all of this: `layers`, in ms and GB, or a file that --measure has written"
+    costs = "JSON file with all these costs: `layers`, in ms and GB, or a file that --measure has written"
     group.add_argument("--costs", metavar="FILE", help=costs)
 
 
 def _add_transformer_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("GPU", "estimated times from sizes and data sheets, if nothing was measured")
-    of_links = "per direction; default as in data sheets, for --gpu-tflops infinite"
+    of_links = "per direction; default that of the data sheet, or infinite with --gpu-tflops"
     group.add_argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}")
     group.add_argument("--gpu-tflops", type=number, metavar="N", help="dense 16-bit peak of another GPU")
     group.add_argument("--gpu-bandwidth", type=number, metavar="TB/S", help="bandwidth of its memory; default 2")
@@ -106,14 +106,14 @@ def _add_transformer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--gpu-network", type=number, metavar="GB/S", help=f"bandwidth to GPUs of other nodes, {of_links}"
     )
-    near = "GPUs that have these links to each other; default 8, or 72 for GB200 and GB300"
+    near = "number of GPUs that have these links to each other; default 8, or 72 for GB200 and GB300"
     group.add_argument("--gpus-per-node", type=count, metavar="N", help=near)
-    reached = f"share of the peak that matrix products reach; default {EFFICIENCY:g}, less on AMD's"
+    reached = f"share of the peak that matrix products reach; default {EFFICIENCY:g}, less on AMD GPUs"
     group.add_argument("--gpu-efficiency", type=number, metavar="SHARE", help=reached)
-    group.add_argument("--gated", action="store_true", help="SwiGLU: three products in the feed-forward part")
+    group.add_argument("--gated", action="store_true", help="SwiGLU: the feed-forward part has three matrix products")
     group.add_argument("--query-groups", type=whole, metavar="N", help="heads of keys and values")
     group.add_argument("--experts", type=whole, metavar="N", help="number of experts in MoE layers")
-    group.add_argument("--top-k", type=whole, metavar="K", help="experts that a token goes through; default 2")
+    group.add_argument("--top-k", type=whole, metavar="K", help="experts of a token; default 2")
     group.add_argument(
         "--expert-hidden-size", type=whole, metavar="F", help="width of an expert; default that of the dense layers"
     )
@@ -134,7 +134,8 @@ def _add_transformer_options(parser: argparse.ArgumentParser) -> None:
 
 
 def question_of(args: argparse.Namespace) -> Question:
-    """Raises UsageError where options contradict each other or one is missing, PlanError for impossible values."""
+    """The question of the options. Raises UsageError if options contradict each other or one is missing, PlanError for
+    impossible values."""
     megatron = settings_of(args.megatron_args) if args.megatron_args is not None else {}
     _check_sources(args, megatron)
     traced = traced_findings(args)
@@ -142,7 +143,7 @@ def question_of(args: argparse.Namespace) -> Question:
     measured = file.micro_batch if file else None
     sizes = args.micro_batch_size or [measured or whole_argument(megatron, "micro_batch_size", 1)]
     if not all(sizes):
-        raise UsageError(f"{option(args, 'micro_batch_size')} has a 0; a microbatch has at least 1 sequence")
+        raise UsageError(f"{option(args, 'micro_batch_size')} has a 0; a microbatch needs at least 1 sequence")
     found = traced.measured.plan.spec.pipeline_size if traced else file.ranks if file else None
     ranks = args.pipeline_size or found or whole_argument(megatron, "pipeline_model_parallel_size", 0)
     batch = args.global_batch or whole_argument(megatron, "global_batch_size", 0)
@@ -152,12 +153,12 @@ def question_of(args: argparse.Namespace) -> Question:
     gpu = _gpu(args)
     memory = gpu.memory if args.memory_gb is None and gpu is not None else args.memory_gb
     if memory is None:
-        raise UsageError("--memory-gb is missing; it is the memory of a device")
+        raise UsageError("--memory-gb, the memory of a device, is missing")
     of_sizes = _Models(args, megatron, ranks, gpu, traced, file)
     models = tuple((size, of_sizes.of(size, measured or sizes[0])) for size in dict.fromkeys(sizes))
     cost_options.check_links(args, models[0][1].message, ranks)
     if ":" in (args.schedules or ""):
-        raise UsageError(f"--schedules is {args.schedules}; schedules of a module of yours are not searched")
+        raise UsageError(f"--schedules is {args.schedules}; advise does not search schedules of your own modules")
     question = Question(
         pipeline_size=ranks,
         global_batch=batch,
@@ -185,7 +186,7 @@ def question_of(args: argparse.Namespace) -> Question:
 
 
 def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
-    """Costs come from one place."""
+    """Raises UsageError if the costs are missing, come from several sources, or an option does not fit their source."""
     found = [option(args, name) for name in given(args, _SOURCES)]
     if not found:
         raise UsageError(
@@ -193,7 +194,7 @@ def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
             "FOLDER, or --gpu NAME with the model's sizes"
         )
     if len(found) > 1:
-        raise UsageError(f"{' and '.join(found)} each give the costs of the model; give one of them")
+        raise UsageError(f"{' and '.join(found)} each give the costs of the model; give only one of them")
     sizes = [option(args, name) for name in _SIZES if not getattr(args, name) and name not in megatron]
     if given(args, ("gpu", "gpu_tflops")):
         if args.gpu is not None:
@@ -203,25 +204,25 @@ def _check_sources(args: argparse.Namespace, megatron: dict[str, Any]) -> None:
         own = (*_TIMES, *_ENDS, "costs_per", "activation_gb", "static_gb", "attention_share")
         refuse(args, own, f"does not go with {found[0]}")
     else:
-        why = "is for --gpu, which works out times from sizes"
+        why = "needs --gpu, which estimates times from sizes"
         refuse(args, (*_OF_TRANSFORMER, *_OF_SHAPE, *_OF_GPU), why)
-    refuse(args, ["output_ms"], "is not for advise; --loss-ms is the output layer with the loss")
+    refuse(args, ["output_ms"], "is not an option of advise; --loss-ms is the time of the output layer with the loss")
     if max(args.slices or (1,)) == 1:
-        refuse(args, ["attention_share"], "weighs the slices of a sequence; --sequence-slices says how many")
+        refuse(args, ["attention_share"], "needs --sequence-slices above 1: it weighs the slices of a sequence")
     if args.costs is not None:
         in_file = (*_TIMES, *_ENDS, "mtp_layers", "spread_mtp", "costs_per", "activation_gb", "attention_share")
-        refuse(args, in_file, "is in --costs FILE")
+        refuse(args, in_file, "does not go with --costs: the file has its value")
     if args.from_trace is not None:
         refuse(args, (*_ENDS, "mtp_layers", "costs_per"), "does not go with --from-trace")
     if args.forward_ms is not None and args.backward_ms is None:
         raise UsageError("--forward-ms and --backward-ms go together")
     if not args.mtp_layers and "mtp_num_layers" not in megatron:
-        refuse(args, ["mtp_ms", "spread_mtp"], "is of --mtp-layers, which is missing")
+        refuse(args, ["mtp_ms", "spread_mtp"], "needs --mtp-layers")
 
 
 def _gpu(args: argparse.Namespace) -> Gpu | None:
     if args.gpu is not None:
-        refuse(args, ["gpu_bandwidth"], "goes with --gpu-tflops; that of --gpu is known")
+        refuse(args, ["gpu_bandwidth"], "goes with --gpu-tflops; the bandwidth of --gpu is known")
         found = gpu_named(args.gpu)
     elif args.gpu_tflops is None:
         return None
@@ -241,7 +242,9 @@ def _gpu(args: argparse.Namespace) -> Gpu | None:
 
 
 def _bandwidth(args: argparse.Namespace, gpu: Gpu | None) -> float:
-    """GB per millisecond of a link between stages; without a word of it, what a GPU has of the network."""
+    """The bandwidth of a link between stages, in GB per millisecond. If no option is about links, the GPU's share of
+    the
+    network."""
     if args.bandwidth is not None:
         return float(args.bandwidth) / 1e3
     silent = args.p2p_ms is None and not args.link and not args.gloo
@@ -249,9 +252,10 @@ def _bandwidth(args: argparse.Namespace, gpu: Gpu | None) -> float:
 
 
 def _host_bandwidth(args: argparse.Namespace) -> float | None:
-    """GB per millisecond of a copy to host memory, from its bandwidth or from the time of a rank's activations."""
+    """The bandwidth of a copy to host memory in GB per millisecond. The options give it, or the time to copy a rank's
+    activations."""
     if args.offload_bandwidth is not None:
-        refuse(args, ["offload_ms"], "and --offload-bandwidth both say how long a copy takes; give one of them")
+        refuse(args, ["offload_ms"], "and --offload-bandwidth both give the time of a copy; give only one of them")
         if not args.offload_bandwidth:
             raise UsageError("--offload-bandwidth must be above 0")
         return float(args.offload_bandwidth) / 1e3
@@ -260,14 +264,16 @@ def _host_bandwidth(args: argparse.Namespace) -> float | None:
     copies = list(args.offload_ms)
     kept = list(args.activation_gb or ())
     if len(copies) != 1 or len(kept) != 1 or not copies[0] or not kept[0]:
-        raise UsageError("--offload-ms takes one number above 0, of one --activation-gb; or give --offload-bandwidth")
+        raise UsageError(
+            "--offload-ms must be one number above 0, the time to copy one --activation-gb; or give --offload-bandwidth"
+        )
     return float(kept[0] / copies[0])
 
 
 def _relative(costs: Sequence[float]) -> tuple[float, ...]:
-    """With a mean of 1: the times are of a microbatch of the mean cost."""
+    """The costs with a mean of 1, because the times are those of a microbatch of mean cost."""
     if costs and not min(costs):
-        raise UsageError("--microbatch-costs has a 0; every microbatch costs something")
+        raise UsageError("--microbatch-costs has a 0; all costs must be above 0")
     return tuple(cost * len(costs) / sum(costs) for cost in costs)
 
 
@@ -284,7 +290,7 @@ def _on_traced_links(question: Question, traced: Findings) -> Question:
 
 @dataclass(frozen=True)
 class _Models:
-    """The model's costs for microbatches of any size, as the options have them."""
+    """The model's costs for microbatches of any size, from the options."""
 
     args: argparse.Namespace
     megatron: dict[str, Any]
@@ -294,7 +300,9 @@ class _Models:
     file: FileCosts | None
 
     def of(self, size: int, first: int) -> Model:
-        """With ``size`` sequences in a microbatch; what was given is for ``first``. Raises UsageError, PlanError."""
+        """The model with ``size`` sequences in a microbatch; the given costs are for ``first`` sequences. Raises
+        UsageError
+        and PlanError."""
         if self.gpu is not None:
             model = self._transformer(size).model(self.gpu, self.args.gpu_efficiency)
         else:
@@ -304,7 +312,7 @@ class _Models:
         return model if message is None else replace(model, message=message / 1e3 * size / first)
 
     def _measured(self, size: int) -> Model:
-        """Times that are given, and the message between stages where the sizes of the model are given too."""
+        """The model with the given times, and with the size of messages if the sizes of the model are given."""
         if self.traced is not None:
             return self._traced(self.traced)
         static = self.args.static_gb
@@ -325,18 +333,19 @@ class _Models:
         return replace(found, shape=shape, spread_mtp=args.spread_mtp, encoder=self._encoder(shape))
 
     def _encoder(self, shape: ModelShape) -> Transformer | None:
-        """In the parallel groups of the language model."""
+        """The encoder, split over the same parallel groups as the language model; None if there is none."""
         sizes = [getattr(self.args, name) for name in _ENCODER]
         if not any(sizes):
             return None
         if not all(sizes):
-            raise UsageError(f"{', '.join(option(self.args, name) for name in _ENCODER)} go together, each above 0")
+            raise UsageError(f"{', '.join(option(self.args, name) for name in _ENCODER)} go together, all above 0")
         layers, hidden, tokens = sizes
         shape = replace(shape, num_layers=layers, hidden_size=hidden, seq_length=tokens, vocab_size=0)
         return Transformer(replace(shape, num_attention_heads=0, ffn_hidden_size=None), causal=False)
 
     def _traced(self, traced: Findings) -> Model:
-        """Times of the trace; memory, which is in no trace, of the options, in equal shares."""
+        """The model with the times of the trace. Traces have no memory, so the memory of the options is shared
+        equally."""
         costs, ranks = traced.costs, self.ranks
         each = zip(costs.forward, costs.backward_input, costs.weight, strict=True)
         kept, static = (_one(self.args, name) * ranks / costs.num_stages for name in ("activation_gb", "static_gb"))
@@ -344,31 +353,33 @@ class _Models:
         return Model(layers, traced.network.activation_bytes / GB)
 
     def _layers(self) -> tuple[Layer, ...]:
-        """From the times of the options."""
+        """The layers with the times of the options."""
         args = self.args
         lists = {name: getattr(args, name) for name in (*_TIMES, "activation_gb", "static_gb")}
         lists = {name: values for name, values in lists.items() if values is not None}
         lengths = {option(args, name): len(values) for name, values in lists.items() if len(values) > 1}
         if len(set(lengths.values())) > 1:
-            raise UsageError(f"lists must be of one length; {', '.join(f'{n} has {k}' for n, k in lengths.items())}")
+            raise UsageError(
+                f"lists must have the same length; {', '.join(f'{n} has {k}' for n, k in lengths.items())}"
+            )
         per_layer = args.costs_per == "layer"
         known = args.num_layers or whole_argument(self.megatron, "num_layers", 0)
         if args.num_layers == 0:
-            raise UsageError(f"{option(args, 'num_layers')} is 0; a model has at least 1 layer")
+            raise UsageError(f"{option(args, 'num_layers')} is 0; a model needs at least 1 layer")
         count = max(lengths.values(), default=known if per_layer else self.ranks)
         if per_layer and not count:
             raise UsageError("--costs-per layer needs --layers, or lists with a number for each layer")
         if per_layer and known and known != count:
-            raise UsageError(f"lists of {count} layers are given; {option(args, 'num_layers')} is {known}")
-        # One number is of a rank: lists of more or fewer stages have it in equal shares.
+            raise UsageError(f"the lists have {count} layers, but {option(args, 'num_layers')} is {known}")
+        # A single number is for a rank: if lists have more or fewer stages, they have equal shares of it.
         scale = 1.0 if per_layer else self.ranks / count
         rows = [{name: v[k] if len(v) > 1 else v[0] * scale for name, v in lists.items()} for k in range(count)]
         parts = [layer_of(DECODER if per_layer else PART, row) for row in rows]
         if not per_layer and known:
             if lengths:
                 raise UsageError(
-                    "lists give the costs of stages, and the layers of a stage stay together; give costs of layers "
-                    "with --costs-per layer"
+                    "the lists have costs of stages, so their layers cannot be moved; for costs of layers give "
+                    "--costs-per layer"
                 )
             parts = [parts[0].scaled(self.ranks / known, parts[0].static * self.ranks / known)] * known
             parts = [replace(one, kind=DECODER) for one in parts]
@@ -378,7 +389,7 @@ class _Models:
         args = self.args
         ends = {kind: _end(args, name, kind) for name, kind in _ENDS.items()}
         if all(one.kind == PART for one in parts):
-            why = "is a layer of its own, so the others must be known too: --layers N, or --costs-per layer"
+            why = "is the cost of one layer, so the number of layers must be known: --layers N or --costs-per layer"
             refuse(args, (*_ENDS, "mtp_layers"), why)
             return tuple(parts)
         embedding, loss = (ends[kind] or Layer(kind, 0.0, 0.0, 0.0) for kind in (EMBEDDING, LOSS))
@@ -392,20 +403,20 @@ def _end(args: argparse.Namespace, name: str, kind: str) -> Layer | None:
     if values is None:
         return None
     if len(values) != 3:
-        raise UsageError(f"{option(args, name)} has {len(values)} numbers; it takes three, F,B,W")
+        raise UsageError(f"{option(args, name)} has {len(values)} numbers; it needs three, F,B,W")
     return Layer(kind, *values)
 
 
 def _one(args: argparse.Namespace, name: str) -> float:
-    """A single number, 0 where it was not given."""
+    """The single number of an option; 0 if it was not given."""
     values = getattr(args, name) or (0.0,)
     if len(values) > 1:
-        raise UsageError(f"{option(args, name)} has {len(values)} numbers; with --from-trace it takes one, of a rank")
+        raise UsageError(f"{option(args, name)} has {len(values)} numbers; with --from-trace it needs one, for a rank")
     return float(values[0])
 
 
 def _as_megatron(args: argparse.Namespace) -> dict[str, Any]:
-    """Sizes of the options by Megatron's names."""
+    """The sizes of the options, by Megatron's names."""
     names = {
         "tensor_parallel": "tensor_model_parallel_size",
         "context_parallel": "context_parallel_size",

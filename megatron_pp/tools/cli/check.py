@@ -1,6 +1,6 @@
-"""``megatron-pp check``: what would go wrong in a job, before it is launched.
+"""``megatron-pp check``: finds faults of a job before it is launched.
 
-What follows the script is the script's, so the command reads its arguments itself, as ``run`` does.
+Arguments after the script are the script's, so this command parses its own arguments, as ``run`` does.
 """
 
 import argparse
@@ -27,27 +27,27 @@ from megatron_pp.tools.parity.verdicts import DIFFERENT, EXIT_CODES
 NAME = "check"
 SUMMARY = "find what would fail, compute wrongly, wait or run out of memory in a job, before it is launched"
 _EXAMPLES = """\
-No GPU and no launch is needed. The job is one of these:
+It needs no GPU, and does not launch the job. The job is one of these:
 
   pretrain_gpt.py --num-layers 32 ...      # a Megatron script and its flags
   job.sh                                   # a shell script: torchrun, slime, verl, `megatron sft`; it is not run
-  recipe.yaml model.num_layers=8 ...       # a file of Megatron's, Megatron-Bridge's, verl's or ms-swift's
-  llama3_70b.toml                          # a file of torchtitan's
-  megatron.bridge.recipes.llama:FUNCTION   # a recipe function of Megatron-Bridge's
+  recipe.yaml model.num_layers=8 ...       # a file of Megatron, Megatron-Bridge, verl or ms-swift
+  llama3_70b.toml                          # a file of torchtitan
+  megatron.bridge.recipes.llama:FUNCTION   # a recipe function of Megatron-Bridge
 
-exit codes: 0 nothing found, 1 something would fail or compute wrongly, 2 cannot be read, 3 risks only
+exit codes: 0 nothing found, 1 the job would fail or compute wrongly, 2 the job cannot be read, 3 risks only
 
 examples:
   megatron-pp check --gpus 2048 --gpu h100 pretrain_gpt.py --tensor-model-parallel-size 8 ...
   megatron-pp check --gpus 64 --strict --junit check.xml recipe.yaml
 """
 _GENERATIONS = {"v100": 7, "a100": 8, "a800": 8, "l40s": 8, "b200": 10, "b300": 10, "gb200": 10, "gb300": 10}
-"""First part of a GPU's name -> its generation, as CUDA numbers it; others are of Hopper's."""
+"""First part of a GPU's name -> its major compute capability. GPUs that are not listed have Hopper's."""
 _RELEASE = re.compile(r"\d+\.\d+(\.\w+)*")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check, print the answer, and return the exit code. Raises MegatronPPError for what cannot be read."""
+    """Checks a job, prints the answer, and returns the exit code. Raises MegatronPPError if the job cannot be read."""
     args = _parse(argv)
     gpu = None if args.gpu is None else gpu_named(args.gpu)
     if args.junit is not None:
@@ -82,9 +82,9 @@ def _print(args: argparse.Namespace, answer: Answer) -> None:
 
 
 def _numbers(args: argparse.Namespace, job: Job) -> Section:
-    """What `megatron-pp parity` says of the script and its flags."""
+    """The answer of `megatron-pp parity` to the script and its flags, as a section."""
     if not args.module and not args.script.endswith(".py"):
-        text = f"numbers are compared where a Megatron script is given with its flags; {job.source} is none"
+        text = f"numbers can be compared only for a Megatron script with its flags; {job.source} is not one"
         return Section("numbers", findings=(Finding("numbers-not-compared", RISK, text),))
     words = [*(["-m"] if args.module else []), args.script, *args.arguments]
     try:
@@ -103,15 +103,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.usage = "%(prog)s --gpus N [options] [-m] JOB [its flags or changes]"
     parser.add_argument("--gpus", type=parity.count, required=True, metavar="N", help="GPUs of the whole job")
     parser.add_argument("--gpu", default=None, metavar="NAME", help=f"the card: {', '.join(GPUS)}")
-    numbers = "also compare the numbers with one process, as parity does, on small sizes; takes minutes"
+    numbers = "also compare losses and gradients with one process on small sizes, as parity does; takes minutes"
     parser.add_argument("--numbers", action="store_true", default=False, help=numbers)
-    release = "release of Megatron-core whose known faults count; default the job's, or the installed one"
+    release = "list the known faults of this release of Megatron-core; default the job's, or the installed one"
     parser.add_argument("--release", type=_release, default=None, metavar="X.Y.Z", help=release)
-    parser.add_argument("--strict", action="store_true", default=False, help="end with 1 for risks too")
+    parser.add_argument("--strict", action="store_true", default=False, help="exit with 1 also for risks")
     parser.add_argument("--json", action="store_true", default=False, help="print one JSON object")
     parser.add_argument("--junit", metavar="FILE", default=None, help="write a JUnit file")
-    parser.add_argument("--github", action="store_true", default=False, help="print annotations of GitHub Actions too")
-    more = f"time for Megatron's parser to read the flags; default {PATIENCE:g}"
+    parser.add_argument(
+        "--github", action="store_true", default=False, help="also print annotations for GitHub Actions"
+    )
+    more = f"seconds that Megatron's parser may take; default {PATIENCE:g}"
     parser.add_argument("--patience", type=parity.seconds, default=PATIENCE, metavar="SECONDS", help=more)
     parser.add_argument("-m", dest="module", action="store_true", default=False, help="JOB is a module")
     parser.add_argument("script", metavar="JOB", help="script or file of the job; its own arguments follow it")
@@ -122,12 +124,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _release(text: str) -> str:
     if not _RELEASE.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no release of Megatron-core; one looks like 0.19.2")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a release of Megatron-core; write it as 0.19.2")
     return text
 
 
 def cannot_read(message: str, argv: Sequence[str]) -> int:
-    """What `--json` prints where there is no answer; the exit code."""
+    """Prints the JSON of `--json` if there is no answer. Returns the exit code."""
     if "--json" in argv:
         print(json.dumps({"error": message, "exit_code": BAD_INPUT}), flush=True)
     return BAD_INPUT

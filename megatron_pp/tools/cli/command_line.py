@@ -1,4 +1,4 @@
-"""The ``megatron-pp`` command: look at plans before they run, and at runs afterwards."""
+"""The ``megatron-pp`` command: starts a subcommand, and turns its errors into a line and an exit code."""
 
 import importlib
 import os
@@ -18,7 +18,7 @@ from megatron_pp.tools.cli.parser import parse
 from megatron_pp.tools.cli.terminal import open_terminal, wrapped_for
 
 _EXTRAS = {"megatron": "megatron", "tqdm": "megatron", "yaml": "megatron", "matplotlib": "viz"}
-"""Package that may be missing -> the extra that brings it."""
+"""Package that may be missing -> the extra that installs it."""
 _PACKAGE = Path(__file__).resolve().parents[2]
 _COMMANDS = ("plan", "verify", "simulate", "advise", "draw", "report")
 _GROUPS = {
@@ -30,7 +30,7 @@ _GROUPS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code (``errors.py``)."""
+    """Runs one command. Returns its exit code (``errors.py``)."""
     given = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if given[:1] == [run.NAME]:
         return _run_script(given[1:])
@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = _show_warning
             code = int(args.run(args, open_terminal(args.no_colour or None)))
-        print(end="", flush=True)  # also where the output is closed, and there is none
+        print(end="", flush=True)  # so that a closed output raises here
         return code
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of our output, such as `head`, has ended
         _drop_output()
         return 0
     except OSError as error:
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_script(argv: Sequence[str]) -> int:
-    """Errors of the settings, and a script that is not there, are ours to report; whatever the script raises is
-    raised.
+    """Runs a script on this engine. Wrong settings and a missing script are reported here. Errors of the script are
+    raised, as without this command.
     """
     script: Callable[[], None] | None = None
     try:
@@ -85,8 +85,11 @@ def _run_script(argv: Sequence[str]) -> int:
 
 
 def _recorded(script: Callable[[], None]) -> Callable[[], None]:
-    """Under torchrun what the script raises goes to the error file that it reads, prints as the root cause, and keeps
-    in its log folder: it ends the other ranks at once, maybe before they have said theirs."""
+    """Under torchrun, the script with its errors written to torchrun's error file.
+
+    torchrun prints that error as the root cause and keeps it in its log folder. It ends the other ranks at once, maybe
+    before they have printed their errors.
+    """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return script
     errors: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
@@ -103,7 +106,7 @@ def _compare(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         _complain(f"megatron-pp {parity.NAME}: ended by Ctrl-C")
         return ENDED
-    except Exception as error:  # ours: without an answer, and Python's own exit code would say "different"
+    except Exception as error:  # a fault of this command; Python's own exit code 1 would mean "different"
         traceback.print_exc()
         return parity.cannot_run(f"{type(error).__name__}: {error}", argv)
 
@@ -113,7 +116,7 @@ def _check(argv: Sequence[str]) -> int:
         code = check.main(argv)
         print(end="", flush=True)
         return code
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of our output, such as `head`, has ended
         _drop_output()
         return OK
     except (ImportError, OSError, MegatronPPError) as error:
@@ -123,13 +126,13 @@ def _check(argv: Sequence[str]) -> int:
         _drop_output()
         _complain(f"megatron-pp {check.NAME}: ended by Ctrl-C")
         return ENDED
-    except Exception as error:  # ours: without an answer, and Python's own exit code would say "would fail"
+    except Exception as error:  # a fault of this command; Python's own exit code 1 would mean "would fail"
         traceback.print_exc()
         return check.cannot_read(f"{type(error).__name__}: {error}", argv)
 
 
 def _command(name: str) -> Any:
-    """The module of a command. Where a package that it needs is missing, its help says so, and that of others works."""
+    """The module of a command. If a package is missing, a stand-in whose help says so; other commands work."""
     try:
         return importlib.import_module(f"megatron_pp.tools.cli.{name}")
     except ImportError as error:
@@ -141,8 +144,8 @@ def _command(name: str) -> Any:
 def _in_words(error: Exception) -> str:
     missing = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
     if missing not in _EXTRAS:
-        return f"{error}; `pip install {missing}` gets it" if missing else str(error)
-    return f"{error}; `pip install '.[{_EXTRAS[missing]}]'` gets it, and what goes with it"
+        return f"{error}; install it by `pip install {missing}`" if missing else str(error)
+    return f"{error}; install it by `pip install '.[{_EXTRAS[missing]}]'`"
 
 
 def _show_warning(
@@ -153,8 +156,8 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A note of ours. What another library warns of is not the answer, and does not appear between its lines, unless
-    Python was told to show warnings (``-W``, PYTHONWARNINGS)."""
+    """Prints a warning of this package as a note. Warnings of other libraries are left out, unless the user asks Python
+    for warnings (``-W``, PYTHONWARNINGS)."""
     if sys.warnoptions or Path(filename).is_relative_to(_PACKAGE):
         _complain(f"note: {message}")
 
@@ -165,6 +168,6 @@ def _complain(text: str) -> None:
 
 
 def _drop_output() -> None:
-    """What is still in the buffer goes nowhere: the interpreter's own flush at its end would fail as well."""
+    """Discards the output that is still in the buffer. Otherwise the interpreter's flush at its end would fail, too."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

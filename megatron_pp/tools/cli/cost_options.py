@@ -1,4 +1,4 @@
-"""Options that say what compute, transfers and memory cost, or name a run that was traced."""
+"""Options for the costs of compute, transfers and memory, or for a traced run that has them."""
 
 import argparse
 import dataclasses
@@ -46,43 +46,43 @@ SLOTS = "slots"
 def add_cost_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "costs",
-        "of one microbatch. A single number is the time of one rank's share of the model, all its chunks together; "
-        "a list (a,b,c) gives equal stages in model order. Without any, F = B = W = 1 slot a stage, or "
-        "a rank where schedules are compared.",
+        "times of one microbatch. A single number is the time of one rank's share of the model, all its chunks "
+        "together; a list (a,b,c) has a number for each of equal stages in model order. Without times, F, B and W take "
+        "1 slot on each stage, or on each rank if schedules are compared.",
     )
-    whole_backward = "backward: its input gradients where --weight-ms is given, else all of it (two equal halves)"
+    whole_backward = "backward: the input gradients if --weight-ms is given, otherwise the whole (two equal halves)"
     group.add_argument("--forward-ms", type=times, metavar="MS", help="forward")
     group.add_argument("--backward-ms", type=times, metavar="MS", help=whole_backward)
-    group.add_argument("--weight-ms", type=times, metavar="MS", help="weight gradients; an unsplit backward adds them")
-    output = "the whole output layer and its loss, forward, on one rank; its input and weight gradients take as long "
-    output += "each. On the last stage, or split over all ranks; default 0"
+    group.add_argument("--weight-ms", type=times, metavar="MS", help="weight gradients; a whole backward includes them")
+    output = "forward of the whole output layer with its loss on one rank; its input gradients and its weight "
+    output += "gradients take the same time each. It is on the last stage, or split over all ranks; default 0"
     group.add_argument("--output-ms", type=number, metavar="MS", help=output)
-    attention = "share of causal attention in these times: slices of equal length cost more the later they are; "
-    attention += "default 0, slices of equal cost"
+    attention = "share of causal attention in these times: of slices of equal length, later slices cost more; default "
+    attention += "0, slices of equal cost"
     group.add_argument("--attention-share", type=number, metavar="A", help=attention)
-    copies = "copy of what a forward keeps to host memory, or back"
+    copies = "copy of a forward's activations to host memory, or back"
     group.add_argument("--offload-ms", type=times, metavar="MS", help=f"time of a {copies}; default 0")
     by_size = "speed of a copy of the model's activations to host memory, or back; default infinite"
     group.add_argument("--offload-bandwidth", type=number, metavar="GB/S", help=by_size)
     unshard = "time of an all-gather of the parameters over data-parallel replicas; default 0"
     group.add_argument("--unshard-ms", type=times, metavar="MS", help=unshard)
-    reduction = "time of a reduce-scatter of the gradients; default that of an unshard"
+    reduction = "time of a reduce-scatter of the gradients; default --unshard-ms"
     group.add_argument("--reduce-grad-ms", type=times, metavar="MS", help=reduction)
     group.add_argument("--p2p-ms", type=number, metavar="MS", help="latency of a transfer; default 0")
     group.add_argument(
         "--bandwidth", type=number, metavar="GB/S", help="bandwidth of each directed link; default infinite"
     )
     group.add_argument("--activation-mb", type=number, metavar="MB", help="size of one message; default the model's")
-    announced = "transfers as on gloo, where a receive is announced behind the data that goes the other way"
+    announced = "transfers as on gloo: the announcement of a receive waits for data in the other direction"
     group.add_argument("--gloo", action="store_true", help=announced)
     one_link = "latency and bandwidth of one directed link, as in 3-4:0.1:25; repeatable"
     group.add_argument("--link", action="append", default=[], type=link, metavar="SRC-DST:MS[:GB/S]", help=one_link)
 
 
 def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """``several``: the command takes a list of micro-batch sizes."""
+    """Adds the options for sizes of the model. ``several``: the command accepts a list of micro-batch sizes."""
     group = parser.add_argument_group("model", "sizes of the whole model, for memory in bytes")
-    size, many = (counts, "s to try, with commas; times are for the first") if several else (count, "")
+    size, many = (counts, "s to try, with commas; times are for the first size") if several else (count, "")
     group.add_argument("--layers", dest="num_layers", type=whole, metavar="N", help=help_of("num_layers"))
     group.add_argument("--hidden-size", type=whole, metavar="H", help=help_of("hidden_size"))
     group.add_argument("--seq-length", type=whole, metavar="S")
@@ -102,7 +102,7 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
 
 
 def number(text: str) -> float:
-    """0, or a number whose products and squares are finite, for argparse."""
+    """The number of an argument: 0, or a number whose products and squares are finite."""
     try:
         value = float(text)
     except ValueError:
@@ -121,7 +121,7 @@ def link(text: str) -> tuple[tuple[int, int], Link]:
     """``SRC-DST:MS[:GB/S]``, for argparse."""
     found = _LINK.fullmatch(text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no link; write SRC-DST:MS or SRC-DST:MS:GB/S, as 3-4:0.1:25")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a link; write SRC-DST:MS or SRC-DST:MS:GB/S, as 3-4:0.1:25")
     source, target, latency, bandwidth = found.groups()
     rate = number(bandwidth) * _GB / 1e3 if bandwidth else math.inf
     if rate == 0:
@@ -130,7 +130,7 @@ def link(text: str) -> tuple[tuple[int, int], Link]:
 
 
 def cost_unit(args: argparse.Namespace) -> str:
-    """What times are in: milliseconds, or slots where no cost was given."""
+    """The unit of times: milliseconds, or slots if no costs are given."""
     times_given = given(args, (*_TIMES, "output_ms", *COPIES, *COLLECTIVES, "p2p_ms", "bandwidth", "link"))
     return MILLISECONDS if any(times_given.values()) else SLOTS
 
@@ -138,11 +138,11 @@ def cost_unit(args: argparse.Namespace) -> str:
 def cost_profile(
     args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int, num_chunks: int, slices: int
 ) -> StageCosts:
-    """The times along the model's depth. Raises UsageError where forward and backward are not both given, for a share
-    of attention without several slices, and for a bandwidth of copies without a model or with their time.
+    """The times along the model's depth. Raises UsageError if only one of forward and backward is given, for a share of
+    attention without several slices, and for a bandwidth of copies without a model or together with their time.
     """
     if slices == 1:
-        refuse(args, ["attention_share"], "weighs the slices of a sequence; --sequence-slices says how many")
+        refuse(args, ["attention_share"], "needs --sequence-slices above 1: it weighs the slices of a sequence")
     costs = _times_along(args, pipeline_size, num_chunks)
     copies = _copies_along(args, shape, pipeline_size)
     if len(copies) > costs.num_stages:
@@ -159,7 +159,7 @@ def cost_profile(
 
 
 def _collective_along(given_times: tuple[float, ...] | None, num_stages: int, pipeline_size: int) -> tuple[float, ...]:
-    """Per stage. A single number is the time of one rank's share of the model, as that of compute."""
+    """The time of a collective on each stage. A single number is the time of one rank's share of the model."""
     times_of = given_times or (0.0,)
     return regrouped(times_of if len(times_of) > 1 else (pipeline_size * times_of[0],), num_stages)
 
@@ -168,7 +168,7 @@ def _copies_along(args: argparse.Namespace, shape: ModelShape | None, pipeline_s
     if args.offload_bandwidth is None:
         copies = args.offload_ms or (0.0,)
         return copies if len(copies) > 1 else (pipeline_size * copies[0],)
-    refuse(args, ["offload_ms"], "and --offload-bandwidth both say how long a copy takes; give one of them")
+    refuse(args, ["offload_ms"], "and --offload-bandwidth both give the time of a copy; give only one of them")
     if shape is None:
         raise UsageError("--offload-bandwidth needs the shape of the model: --layers, --hidden-size, --seq-length")
     if args.offload_bandwidth == 0:
@@ -186,8 +186,8 @@ def _times_along(args: argparse.Namespace, pipeline_size: int, num_chunks: int) 
     lengths = {name: len(values) for name, values in lists.items() if len(values) > 1}
     if len(set(lengths.values())) > 1:
         lengths_given = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        raise UsageError(f"lists of times must be of one length; {lengths_given}")
-    longest = max(lengths.values(), default=1)  # a single number among lists is that share of every stage
+        raise UsageError(f"lists of times must have the same length; {lengths_given}")
+    longest = max(lengths.values(), default=1)  # a single number among lists is the time of every stage
     forward, backward, *rest = (v if len(v) == longest else v * longest for v in lists.values())
     (weight,) = rest or (tuple(b / 2 for b in backward),)
     if not rest:
@@ -198,7 +198,7 @@ def _times_along(args: argparse.Namespace, pipeline_size: int, num_chunks: int) 
 
 
 def network(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: int) -> Network:
-    """The links. Raises UsageError as ``check_links``."""
+    """The links. Raises UsageError as ``check_links`` does."""
     of_model = 0.0 if shape is None else shape.message_bytes
     size = of_model if args.activation_mb is None else args.activation_mb * 1e6
     check_links(args, size, pipeline_size)
@@ -207,11 +207,12 @@ def network(args: argparse.Namespace, shape: ModelShape | None, pipeline_size: i
 
 
 def check_links(args: argparse.Namespace, message: float, pipeline_size: int) -> None:
-    """Raises UsageError for a bandwidth of 0 or of messages without a size, and a link between ranks there are not."""
+    """Raises UsageError for a bandwidth of 0, for a bandwidth without a message size, and for a link between ranks that
+    do not exist."""
     for (source, target), _ in args.link:
         if source == target or max(source, target) >= pipeline_size:
             raise UsageError(
-                f"--link {source}-{target} is no link between two of {pipeline_size} ranks, counted from 0"
+                f"--link {source}-{target} is not a link between two of the ranks 0 to {pipeline_size - 1}"
             )
     if args.bandwidth == 0:
         raise UsageError("--bandwidth must be above 0")
@@ -220,7 +221,7 @@ def check_links(args: argparse.Namespace, message: float, pipeline_size: int) ->
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape | None:
-    """The shape of the model; None where none is given. Raises UsageError where only a part is."""
+    """The shape of the model; None if it is not given. Raises UsageError if only a part is given."""
     parts = given(args, MODEL)
     if not parts:
         return None
@@ -228,16 +229,16 @@ def model_shape(args: argparse.Namespace) -> ModelShape | None:
     if missing:
         raise UsageError(f"the shape of the model also needs {' and '.join(missing)}")
     if args.tensor_parallel in (None, 1):
-        refuse(args, ["sequence_parallel"], "splits over the tensor parallel ranks: it needs --tensor-parallel above 1")
+        refuse(args, ["sequence_parallel"], "needs --tensor-parallel above 1")
     return ModelShape(**parts)
 
 
 def refuse_copies(args: argparse.Namespace, schedule: str, offloads: bool, shards: bool = False) -> None:
-    """Raises UsageError where the time of copies or collectives is given, and the schedule makes none."""
+    """Raises UsageError if the time of copies or collectives is given, but the schedule has none."""
     if not offloads:
-        refuse(args, COPIES, f"is of copies to host memory; {schedule} has none here")
+        refuse(args, COPIES, f"is for copies to host memory, but {schedule} has none here")
     if not shards:
-        refuse(args, COLLECTIVES, "is of collectives of replicas; there are some with --fsdp-collectives")
+        refuse(args, COLLECTIVES, "is for collectives of replicas, which need --fsdp-collectives")
 
 
 def costs_of(
@@ -247,8 +248,8 @@ def costs_of(
     shape: ModelShape | None,
     of_one_model: bool = False,
 ) -> tuple[StageCosts, Network]:
-    """What compute and transfers cost: as measured, or as the options say. ``of_one_model``: without any, the model
-    takes P slots for each of F, I and W, not one a stage.
+    """The costs of compute and transfers, from the trace or the options. If no costs are given, F, I and W take 1 slot
+    on each stage; with ``of_one_model`` they take P slots for the whole model.
     """
     stages = spec.pipeline_size * spec.num_chunks
     if traced is not None:
@@ -260,35 +261,36 @@ def costs_of(
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Which run, pipeline and step."""
-    parser.add_argument("--run", dest="run_name", metavar="RUN", help="which run, where the folder holds several")
+    """Adds the options that choose a run, a pipeline and a step."""
+    parser.add_argument("--run", dest="run_name", metavar="RUN", help="name of the run, if the folder has several")
     parser.add_argument("--rank", type=whole, metavar="N", help="the pipeline of this global rank; default 0")
     parser.add_argument("--step", type=whole, metavar="N", help="one step; default all steps of the last plan")
 
 
 def add_from_trace_option(parser: argparse.ArgumentParser, help_text: str) -> None:
-    """``--from-trace FOLDER``, and what chooses within it."""
+    """Adds ``--from-trace FOLDER``, and the options that choose a run, a pipeline and a step in it."""
     parser.add_argument("--from-trace", metavar="FOLDER", help=help_text)
     add_run_options(parser)
 
 
 def traced_findings(args: argparse.Namespace) -> Findings | None:
-    """What the run that --from-trace names measured; None without that option."""
+    """The findings in the traces that --from-trace names; None without that option."""
     if args.from_trace is None:
-        refuse(args, RUN, "chooses within the traces that --from-trace names")
+        refuse(args, RUN, "needs --from-trace: it chooses among its traces")
         return None
-    refuse(args, COSTS, "does not go with --from-trace: costs are as measured there")
+    refuse(args, COSTS, "does not go with --from-trace: the costs are those of the trace")
     return analyse(load_run(args.from_trace, args.run_name, args.rank or 0), args.step)
 
 
 def is_on_gloo(traced: Findings | None) -> bool:
-    """Whether the run that was traced is one on gloo."""
+    """Whether the traced run was on gloo."""
     return traced is not None and traced.network.gloo
 
 
 def timed_rules(args: argparse.Namespace, plan: Plan, network: Network) -> tuple[str, ...]:
-    """The rules of the device under which ``plan`` is simulated: those given, or those that it was made for, which on
-    gloo are none.
+    """The device rules under which ``plan`` is simulated: the given ones, none on gloo, otherwise those that the plan
+    was
+    made for.
     """
     if args.device is not None:
         return checked_device(args.device)

@@ -1,4 +1,4 @@
-"""``megatron-pp draw``: the timelines of plans, in the terminal or as a picture."""
+"""``megatron-pp draw``: draws the timelines of plans, in the terminal or as a picture."""
 
 import argparse
 import io
@@ -31,19 +31,20 @@ EXAMPLES = """examples:
   megatron-pp draw -s interleaved_1f1b -P 8 -V 4 -M 32 -o plan.json      # open in https://ui.perfetto.dev
 """
 _BY_ENDING = {".svg": "svg", ".html": "html", ".htm": "html", ".png": "png", ".json": "chrome", ".txt": "text"}
-_LEAST_WIDTH = {"text": 20, "grid": 20, "svg": 300, "html": 0, "png": 300, "chrome": 0}  # of every style
+_LEAST_WIDTH = {"text": 20, "grid": 20, "svg": 300, "html": 0, "png": 300, "chrome": 0}  # for --width
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan_options.add_plan_options(parser, several=True)
     cost_options.add_cost_options(parser)
     cost_options.add_model_options(parser)
-    cost_options.add_from_trace_option(parser, "draw what happened there, instead of a plan")
-    parser.add_argument("--style", choices=_LEAST_WIDTH, help="default: what the name of -o ends in, else text")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to write; text and grid may go to the terminal")
-    wide = "columns of text, or pixels of a picture (a PNG has two dots for each); default: what the labels need"
+    cost_options.add_from_trace_option(parser, "draw a step of this traced run, instead of a plan")
+    parser.add_argument("--style", choices=_LEAST_WIDTH, help="default by the ending of -o, otherwise text")
+    parser.add_argument("-o", "--output", metavar="FILE", help="file to write; text and grid may go to the terminal")
+    wide = "columns of text, or pixels of a picture (a PNG has two dots per pixel); default by the labels"
     parser.add_argument("--width", type=plan_options.whole, metavar="N", help=wide)
-    parser.add_argument("--dark", action="store_true", help="SVG and PNG on dark paper (HTML follows the reader)")
+    dark = "draw SVG and PNG on dark paper; HTML takes the reader's preference"
+    parser.add_argument("--dark", action="store_true", help=dark)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -68,23 +69,23 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _refuse_unused(args: argparse.Namespace, style: str) -> None:
-    """Raises UsageError for an option that would change nothing."""
+    """Raises UsageError for an option that would have no effect."""
     if style == "grid":
-        refuse(args, ("from_trace", "modules", *cost_options.RUN), "is for drawings in time, not for --style grid")
+        refuse(args, ("from_trace", "modules", *cost_options.RUN), "does not go with --style grid, which has no times")
     if args.from_trace is not None:
         of_plans = (*plan_options.PLAN_OPTIONS, *cost_options.COSTS, *cost_options.MODEL)
-        refuse(args, of_plans, "does not go with --from-trace, which draws what happened")
+        refuse(args, of_plans, "does not go with --from-trace, which draws a traced step")
     if style not in ("svg", "png"):
         refuse(args, ["dark"], f"is for svg and png, not {style}")
     if style in ("html", "chrome"):
-        refuse(args, ["width"], f"is not for {style}, which is as wide as its reader")
+        refuse(args, ["width"], f"is not for {style}, which has the width of its window")
 
 
 def _style_of(output: str | None) -> str:
-    """The style that the file's ending says; text without an ending."""
+    """The style for the file's ending; text if it has no ending."""
     ending = Path(output or "").suffix
     if ending and ending not in _BY_ENDING:
-        raise UsageError(f"drawings are written as {', '.join(_BY_ENDING)}, not as {ending!r}; or say --style")
+        raise UsageError(f"drawings are written as {', '.join(_BY_ENDING)}, not as {ending!r}; or give --style")
     return _BY_ENDING.get(ending, "text")
 
 
@@ -102,7 +103,7 @@ def rendered(timelines: Sequence[Timeline], style: str, width: int | None, dark:
         return draw.render_html(timelines, ", ".join(timeline.title for timeline in timelines))
     if style == "chrome":
         if len(timelines) > 1:
-            raise UsageError("a Chrome trace holds one schedule; name one, or write HTML")
+            raise UsageError("a Chrome trace has one schedule; name only one, or write HTML")
         return render_chrome_trace(timelines[0])
     return plain(render_text(timelines, width or 80)) + "\n"
 
@@ -123,7 +124,7 @@ def _timelines(args: argparse.Namespace) -> list[Timeline]:
 
 
 def _plans(args: argparse.Namespace) -> list[Plan]:
-    """The plans that the options name, verified."""
+    """The plans that the options name. All are verified."""
     if args.source is not None or args.modules is not None:
         return [plan_options.verified_single_plan(args)]
     specs = list(plan_options.listed_specs(args, plan_options.named_schedules(args)))
@@ -131,7 +132,8 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
 
 
 def _simulated(args: argparse.Namespace, plans: Sequence[Plan], of_one_model: bool) -> list[Simulation]:
-    """``of_one_model``: without costs, a rank's share takes 1 slot for each of F, I and W, whatever V is."""
+    """The simulated steps of the plans. If no costs are given, F, I and W take 1 slot on each stage; with
+    ``of_one_model`` they take 1 slot for a rank's share of the model, for any V."""
     shape = cost_options.model_shape(args)
     costs = [cost_options.costs_of(args, plan.spec, None, shape, of_one_model) for plan in plans]
     return [

@@ -1,4 +1,4 @@
-"""What names of instructions mean, such as ``F0.7``: printed below text that has some."""
+"""Explains names of instructions, such as ``F0.7``, below text that has them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAME = re.compile(r"\b([A-Z]+(?:_[A-Z]+)*?)(\d+)\.(\d+)")
 _BEGINNINGS = {
     "RECV_": "posts a receive",
     "SEND_": "posts a send",
-    "WAIT_": "waits for what was posted",
+    "WAIT_": "waits for a posted receive",
     "FREE_": "waits for a send, then frees its buffer",
     "HAND_": "hands over to another stage of the same rank",
 }
@@ -18,7 +18,7 @@ _ENDS = {"_F": "of an output", "_B": "of a gradient"}
 
 
 def legend(text: str) -> str:
-    """One sentence about the names that ``text`` has; "" where it has none."""
+    """A sentence that explains the names in ``text``; "" if it has none."""
     found = list(_NAME.finditer(text))
     if not found:
         return ""

@@ -1,4 +1,4 @@
-"""Megatron's settings as an option has them, ``--megatron-args``: flags as one text, or a file that `check` reads."""
+"""The option ``--megatron-args``: Megatron's settings as one text of flags, or in a file that `check` reads."""
 
 import argparse
 import shlex
@@ -29,7 +29,7 @@ _NOT_BESIDE = ("source", "modules", "from_trace")
 
 
 def settings_of(text: str) -> dict[str, Any]:
-    """Megatron's arguments, of flags or of a file that `megatron-pp check` reads."""
+    """Megatron's arguments, from flags or from a file that `megatron-pp check` reads."""
     path = text.strip()
     if is_file_of_settings(path):
         return arguments_of(_checked(settings_of_file(path)).given)
@@ -44,7 +44,7 @@ def _checked(job: Job) -> Job:
 
 
 def job_of(text: str, data_parallel: int) -> Job:
-    """The job of these settings with so many replicas."""
+    """The job of these settings with ``data_parallel`` replicas."""
     path = text.strip()
     if is_file_of_settings(path):
         job = settings_of_file(path)
@@ -53,26 +53,26 @@ def job_of(text: str, data_parallel: int) -> Job:
             words = shlex.split(text.replace("\\\n", " "), comments=True)
         except ValueError as error:
             raise PlanError(f"Megatron's arguments cannot be read: {error}") from error
-        job = read_flags(["--megatron-args", *words], 1, "sizes alone are read")
+        job = read_flags(["--megatron-args", *words], 1, "only sizes are read")
     return replace(_checked(job), args={**job.args, "data_parallel_size": data_parallel})
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("Megatron", "a job of Megatron's; other options overrule its settings")
+    group = parser.add_argument_group("Megatron", "a Megatron job; other options override its settings")
     text = (
         "the pipeline and the sizes of the model from Megatron's arguments as one text, or from a file that check reads"
     )
     group.add_argument("--megatron-args", metavar="ARGS", help=text)
-    card = f"times from these sizes and the data sheet of a card: {', '.join(GPUS)}"
+    card = f"estimate times from these sizes and the data sheet of a card: {', '.join(GPUS)}"
     group.add_argument("--gpu", metavar="NAME", help=card)
 
 
 @dataclass(frozen=True)
 class OfMegatron:
-    """What a job gives beside its pipeline.
+    """The costs and the model of a job.
 
-    costs, network  estimated for a card; None without one
-    shape           of the model; None where it is no plain transformer, whose memory ``ModelShape`` has
+    costs, network  estimated for a card; None without a card
+    shape           the model's shape; None if it is not a plain transformer, as ``ModelShape`` has no memory for others
     """
 
     costs: StageCosts | None = None
@@ -81,11 +81,11 @@ class OfMegatron:
 
 
 def fill(args: argparse.Namespace) -> OfMegatron | None:
-    """Give the options of a pipeline that are missing the job's values; None without ``--megatron-args``."""
+    """Sets the missing options of the pipeline to the job's values. Returns None without ``--megatron-args``."""
     if args.megatron_args is None:
-        refuse(args, ["gpu"], "works out times from a model's sizes; it goes with --megatron-args")
+        refuse(args, ["gpu"], "needs --megatron-args: it estimates times from a model's sizes")
         return None
-    refuse(args, _NOT_BESIDE, "does not go with --megatron-args, which has a pipeline of its own")
+    refuse(args, _NOT_BESIDE, "does not go with --megatron-args, which has its own pipeline")
     job = job_of(args.megatron_args, args.data_parallel or 1)
     named, chunks = args.schedule, chunks_of(job)
     group = int(job.get("microbatch_group_size_per_vp_stage") or 0)
@@ -93,10 +93,10 @@ def fill(args: argparse.Namespace) -> OfMegatron | None:
     if named is None and args.compare is None:
         own |= {"num_chunks": [chunks], "schedule": INTERLEAVED if chunks > 1 else None}
         own |= {"group_size": group or None, "policy": OVERLAP if job.get("overlap_p2p_comm") else BATCHED}
-    with suppress(NoBatchError):  # the option's default is taken
+    with suppress(NoBatchError):  # the default of the option remains
         own["num_microbatches"] = [microbatches_of(job)]
     if args.gpu is not None:
-        refuse(args, ["pipeline_size"], "does not go with --gpu, whose times are of the job's own ranks")
+        refuse(args, ["pipeline_size"], "does not go with --gpu, whose times are for the job's own ranks")
     for name, value in own.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -113,12 +113,12 @@ def _priced(args: argparse.Namespace, job: Job) -> OfMegatron:
         network = _in_bytes(found.network(gpu))
     try:
         transformer = transformer_of_job(job)
-    except PlanError:  # sizes are missing; a plan needs none
+    except PlanError:  # sizes are missing, but a plan needs none
         return OfMegatron(costs, network)
     if args.activation_mb is None:
         args.activation_mb = transformer.shape.message_bytes / 1e6
     if not _is_plain(transformer):
-        why = "needs a plain transformer, without experts, gated or grouped parts; megatron-pp check has its memory"
+        why = "needs a plain transformer, without experts, gated or grouped parts; use megatron-pp check for its memory"
         refuse(args, ["memory", "memory_limit", "keep_outputs", *_SHAPE], why)
         return OfMegatron(costs, network)
     return OfMegatron(costs, network, replace(transformer.shape, **given(args, cost_options.MODEL)))
@@ -128,13 +128,13 @@ _SHAPE = tuple(name for name in cost_options.MODEL if name != "data_parallel")
 
 
 def _in_bytes(network: Network) -> Network:
-    """A network that counts in GB."""
+    """The network with bytes instead of GB."""
     link = replace(network.link, bandwidth=network.link.bandwidth * GB)
     return replace(network, activation_bytes=network.activation_bytes * GB, link=link)
 
 
 def _is_plain(model: Transformer) -> bool:
-    """Whether ``ModelShape`` says all that decides its memory."""
+    """Whether ``ModelShape`` has all sizes that determine the model's memory."""
     heads = model.shape.num_attention_heads
     usual = model.kv_channels in (None, model.shape.hidden_size // (heads or 1))
     all_to_all = model.query_groups in (None, heads) and not {*model.mixers} - {"*"}

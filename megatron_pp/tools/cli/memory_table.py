@@ -1,5 +1,5 @@
-"""All that each rank's GPU holds, as a table: ``simulate --memory``. And the options of ``simulate`` and ``advise`` for
-what of it torch does not allocate, and for outputs that stay."""
+"""The table of ``simulate --memory``: all memory of each rank's GPU. And the options of ``simulate`` and ``advise`` for
+memory that torch does not allocate, and for outputs that are not deallocated."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _COLUMNS = ("parameters", "activations", "outputs", "messages", "kept back", "wh
 
 
 def add_outside_options(parser: argparse._ActionsContainer) -> None:
-    limit = "NCCL's channels in a communicator at most: p2p_max_ctas, and max_ctas of the pipeline group; default "
-    limit += f"{MAX_CTAS} for one-way channels, NCCL's 32 for the group"
+    limit = "most NCCL channels in a communicator: p2p_max_ctas, and max_ctas of the pipeline group; default "
+    limit += f"{MAX_CTAS} for one-way channels, and NCCL's 32 for the group"
     parser.add_argument("--max-ctas", type=count, metavar="N", help=limit)
-    context = f"memory of a CUDA context; default {CONTEXT / 1e6:.0f}, an H100's"
+    context = f"memory of a CUDA context; default {CONTEXT / 1e6:.0f}, that of an H100"
     parser.add_argument("--context-mb", type=number, metavar="MB", help=context)
-    kept = "outputs are not deallocated after their send, or a stage saves them for its backward"
+    kept = "outputs stay after their send: they are not deallocated, or a stage saves them for its backward"
     parser.add_argument("--keep-outputs", action="store_true", help=kept)
 
 
 def outside_of(args: argparse.Namespace, gloo: bool) -> Outside | None:
-    """None on gloo, which takes none of a GPU."""
+    """The memory that torch does not allocate; None on gloo, which takes no memory of a GPU."""
     if gloo:
-        refuse(args, OPTIONS, "is of GPUs; transfers are gloo's here")
+        refuse(args, OPTIONS, "is for GPUs, but transfers are on gloo here")
         return None
     return Outside(CONTEXT if args.context_mb is None else args.context_mb * 1e6, args.max_ctas)
 
 
 def show_memory(found: Sequence[DeviceMemory], console: Console) -> None:
-    """Columns of zeros are left out."""
+    """Prints the table. Columns that have only zeros are left out."""
     numbers = [[one.parameters, *one.allocated, one.of_communicators, one.context] for one in found]
     shown = [k for k in range(len(_COLUMNS)) if any(row[k] for row in numbers)]
     names = ["rank", *(_COLUMNS[k] for k in shown), "together", "at"]
@@ -55,7 +55,7 @@ def show_memory(found: Sequence[DeviceMemory], console: Console) -> None:
     if any(one.host for one in found):
         names += ["on host", "pinned at most"]
         rows = [[*row, *map(size_label, (one.host, one.pinned))] for row, one in zip(rows, found, strict=True)]
-    print_table(console, "Memory of each rank's GPU when it holds most", names, rows)
+    print_table(console, "Peak memory of each rank's GPU", names, rows)
     if console.is_terminal and (explained := legend(" ".join(one.at for one in found))):
         print_line(console, explained)
     if any(one.outside_at_most for one in found):
@@ -63,8 +63,8 @@ def show_memory(found: Sequence[DeviceMemory], console: Console) -> None:
         known, more = size_label(most.of_communicators + most.context), size_label(MEASURED_MORE)
         print_line(
             console,
-            f"Communicators and context, at most {known} of a rank, are estimated for NVLink. The one process that was "
-            f"measured, on an H200 over sockets, took {more} more: {size_label(most.outside_at_most)}.",
+            f"Communicators and context, at most {known} on a rank, are estimated for NVLink. Only one process was "
+            f"measured, on an H200 over sockets: it took {more} more, {size_label(most.outside_at_most)}.",
         )
     kinds = list(dict.fromkeys((one.kind, one.channels) for rank in found for one in rank.communicators))
     rows = [[kind, str(channels), *_of_kind(found, kind)] for kind, channels in kinds]
@@ -73,7 +73,7 @@ def show_memory(found: Sequence[DeviceMemory], console: Console) -> None:
 
 
 def _of_kind(found: Sequence[DeviceMemory], kind: str) -> list[str]:
-    """``2 to 4`` where ranks differ."""
+    """A row of the table of communicators. Numbers that differ between ranks are written as ``2 to 4``."""
     made = [one for rank in found for one in rank.communicators if one.kind == kind]
     numbers = [[getattr(one, field) for one in made] for field in ("count", "receiving", "sending", "nbytes")]
     labels: Sequence[Callable[[Any], str]] = (str, str, str, size_label)

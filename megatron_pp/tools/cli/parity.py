@@ -1,6 +1,6 @@
-"""``megatron-pp parity``: does a parallel configuration compute what one process computes?
+"""``megatron-pp parity``: tests whether a parallel configuration computes the same as one process.
 
-What follows the script is the script's, so the command reads its arguments itself, as ``run`` does.
+Arguments after the script are the script's, so this command parses its own arguments, as ``run`` does.
 """
 
 import argparse
@@ -36,12 +36,13 @@ NAME = "parity"
 _LAYERS = "--transformer-impl"  # parity sets it on the CPU
 SUMMARY = "compare a parallel configuration of a Megatron script with one process, on small sizes"
 _EXAMPLES = """\
-The script and its flags are those of training. Sizes are made small, data is made up, dropout is off; without a GPU
-everything runs on the CPU. Settings of this engine, as for `megatron-pp run`, come before the script too.
+Give the script and its flags as for training. The command makes sizes small, uses made-up data and turns dropout off.
+Without a GPU everything runs on the CPU. Settings of this engine, as for `megatron-pp run`, also come before the
+script.
 
-With --checkpoint, training goes on from a checkpoint, and is compared with one process that was not interrupted.
+With --checkpoint, training continues from a checkpoint, and is compared with one process that was not interrupted.
 restore: one process saves it and the layout restores it; save: the layout saves it and one process restores it;
-resume: the layout does both; all: the three in turn.
+resume: the layout does both; all: the three one after another.
 
 exit codes: 0 equal (to the bit, or within rounding), 1 different, 2 cannot run, or not exercised
 
@@ -52,7 +53,7 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare, print the answer, and return the exit code. Raises MegatronPPError for arguments that do not fit."""
+    """Compares, prints the answer, and returns the exit code. Raises MegatronPPError for arguments that do not fit."""
     args = _parse(argv)
     settings = read_settings(args.settings, **run.given_settings(args))
     for path in filter(None, (args.junit, args.html)):
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(argv: Sequence[str]) -> "Said":
-    """The answer, for another command. Raises what ``main`` raises."""
+    """The answer, for another command. Raises as ``main`` does."""
     args = _parse(argv)
     return _compared(args, read_settings(args.settings, **run.given_settings(args)))
 
@@ -90,7 +91,7 @@ def _print(lines: Sequence[str], console: "Console") -> None:
 
 @dataclass(frozen=True)
 class Said:
-    """The answer, as it is printed and written."""
+    """The answer in each form in which it is printed or written."""
 
     verdict: str
     json: dict[str, Any]
@@ -100,9 +101,10 @@ class Said:
 
 
 def _answer(args: argparse.Namespace, settings: Any, place: Workplace) -> Said:
-    """In a process of its own: it runs the script. What this prints as it is imported goes to standard error."""
+    """Runs the comparison, in a process of its own, as it runs the script. The script's output goes to standard
+    error."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share the cores
-    with collector_paused():  # a sixth of the time to import torch
+    with collector_paused():  # saves a sixth of the time to import torch
         command: Any = importlib.import_module("megatron_pp.tools.parity.command")
     options = command.Options(
         script=os.path.abspath(args.script) if not args.module else args.script,
@@ -125,7 +127,7 @@ def _answer(args: argparse.Namespace, settings: Any, place: Workplace) -> Said:
 
 
 def known_faults(answer: "Answer", given: Sequence[str]) -> list[dict[str, str]]:
-    """Of Megatron-core as it was imported: those that the smallest layout that differs meets. ``given``: the script's
+    """The known faults of the imported Megatron-core that the smallest differing layout has. ``given`` has the script's
     flags as the user wrote them."""
     if answer.verdict != DIFFERENT:
         return []
@@ -145,7 +147,7 @@ def _install(settings: Any) -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Reports the run that begins: a bar of tqdm's on a terminal where it is installed, else a line each."""
+    """Reports each run as it begins: on a terminal by a bar of tqdm, if it is installed, otherwise by a line."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -165,7 +167,9 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = run.script_parser(NAME, "options", SUMMARY, _EXAMPLES)
-    parser.add_argument("--nproc", type=count, default=None, help="processes; default: what the layout needs")
+    parser.add_argument(
+        "--nproc", type=count, default=None, help="number of processes; default: as many as the layout needs"
+    )
     parser.add_argument(
         "--shrink", choices=("auto", "none"), default="auto", help="make sizes small, or keep them; default: auto"
     )
@@ -177,7 +181,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=count, default=2, help="training steps; default: 2")
     parser.add_argument(
-        "--masks", choices=("uneven", "full"), default="uneven", help="loss masks of the made data; default: uneven"
+        "--masks", choices=("uneven", "full"), default="uneven", help="loss masks of the made-up data; default: uneven"
     )
     parser.add_argument(
         "--checkpoint", choices=(*CHECKPOINTS, "all"), default="", help="also save and resume a checkpoint (see below)"
@@ -204,7 +208,7 @@ def seconds(text: str) -> float:
 
 
 def cannot_run(message: str, argv: Sequence[str]) -> int:
-    """What `--json` prints where there is no verdict; the exit code."""
+    """Prints the JSON of `--json` if there is no verdict. Returns the exit code."""
     if "--json" in argv:
         print(json.dumps({"verdict": None, "error": message}), flush=True)
     return BAD_INPUT

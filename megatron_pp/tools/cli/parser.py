@@ -1,7 +1,7 @@
-"""The parser of the command line: every error is one line that says what would be right.
+"""The parser of the command line. Every error is one line that says what would be right.
 
-An option that was not given is None, False or an empty list, and means the library's own default. One that changes
-nothing is a mistake, and refused.
+An option that was not given is None, False or an empty list; the library's default then applies. An option that has no
+effect is a mistake and refused.
 """
 
 import argparse
@@ -18,17 +18,17 @@ from megatron_pp.tools.cli.errors import BAD_INPUT, UsageError
 from megatron_pp.tools.cli.terminal import wrapped_command, wrapped_for
 
 _INTRODUCTION = (
-    "Pipeline-parallel training: check a job before it is launched, choose a pipeline, look at its plan, and compare "
-    "with what really happened."
+    "Pipeline-parallel training: check a job before it is launched, choose a pipeline, see its plan, and compare the "
+    "plan with a traced run."
 )
-_LONG = 32  # characters of the choices of an option
-# What argparse says of --switch=value.
+_LONG = 32  # longest list of choices, in characters, that is shown beside an option
+# argparse's error for --switch=value.
 _EXPLICIT = re.compile(r"argument ([^,/\s:]+)[^:]*: ignored explicit argument (.*)")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Paragraphs are filled to the terminal. Indented lines are examples: they stay as they are, and one that is too
-    long goes on after a backslash, so that it can be pasted. A remark behind an example begins with ``#``."""
+    """Fills paragraphs to the width of the terminal. Indented lines are examples and are not filled. An example that is
+    too long is continued after a backslash, so that it can be pasted. A remark after an example begins with ``#``."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
@@ -48,7 +48,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return super()._metavar_formatter(action, default_metavar)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        """With the choices where there are too many to be named beside the option."""
+        """The help text; with the choices, if there are too many to be shown beside the option."""
         text, choices = action.help, action.choices
         if not text or choices is None or action.metavar is not None or not _is_long(choices):
             return text
@@ -60,7 +60,9 @@ def _is_long(choices: Iterable[Any]) -> bool:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Each as one line; a line that is indented is one of its own, with those that follow a backslash at its end."""
+    """The paragraphs of a text, each as one line. An indented line is a paragraph; if it ends with a backslash, the
+    next
+    line belongs to it."""
     found: list[str] = []
     ended = True
     for line in text.rstrip("\n").split("\n"):
@@ -83,7 +85,7 @@ def _example(line: str, width: int) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Suggests the nearest name where one is not known, and reports an error in one line."""
+    """Reports an error in one line, and suggests the nearest name for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         switch = _EXPLICIT.fullmatch(message)
@@ -100,12 +102,12 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def spelling(self) -> dict[str, str]:
-        """Name of an option's value -> how the option is written."""
+        """Name of an option's value -> the option as the user writes it."""
         return {action.dest: max(action.option_strings, key=len) for action in self._actions if action.option_strings}
 
     @property
     def options(self) -> list[str]:
-        """All, in each spelling."""
+        """All options, in each spelling."""
         return [text for action in self._actions for text in action.option_strings]
 
 
@@ -115,14 +117,16 @@ def parse(
     listed: Mapping[str, str] | None = None,
     groups: Mapping[str, Sequence[str]] | None = None,
 ) -> argparse.Namespace:
-    """The arguments, for ``commands``: name -> module with SUMMARY, EXAMPLES, add_arguments and run. ``listed``: name
-    -> summary of those that read their arguments themselves. ``groups``: title in the help -> names. Exits where they
-    are not understood.
+    """The parsed arguments. Exits if they are not understood.
+
+    commands  name -> module with SUMMARY, EXAMPLES, add_arguments and run
+    listed    name -> summary of each command that parses its own arguments
+    groups    title in the help -> names of commands
     """
     usage = "%(prog)s [-h] [--version] COMMAND ..."
     parser = Parser(prog="megatron-pp", description=_INTRODUCTION, usage=usage)
     parser.add_argument("--version", action="version", version=f"megatron-pp {__version__}")
-    # What argparse says of a command that is not known begins with the parser's prog.
+    # argparse's error for an unknown command begins with the parser's prog.
     chosen = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", prog="megatron-pp")
     parsers = {name: _add_command(chosen, name, module) for name, module in commands.items()}
     for name, summary in (listed or {}).items():
@@ -135,7 +139,7 @@ def parse(
 
 
 def _group(parser: Parser, chosen: Any, groups: Mapping[str, Sequence[str]]) -> None:
-    """List the commands under their titles, in their order; argparse has one list for all."""
+    """Lists the commands under their titles, in this order. argparse itself has one list for all."""
     listed = {action.dest: action for action in chosen._choices_actions}
     for title, names in groups.items():
         group = parser.add_argument_group(title)
@@ -172,17 +176,17 @@ def _not_understood(text: str, command: str, parsers: Mapping[str, Parser]) -> s
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of ``names`` that were given, with their values."""
+    """The given options among ``names``, with their values."""
     values = {name: getattr(args, name) for name in names}
     return {name: value for name, value in values.items() if value is not None and value is not False and value != []}
 
 
 def option(args: argparse.Namespace, name: str) -> str:
-    """How the option is written."""
+    """The option as the user writes it."""
     return str(args.spelling[name])
 
 
 def refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    """Raises UsageError for the first of ``names`` that was given, whatever its value; ``why`` ends the sentence."""
+    """Raises UsageError for the first of ``names`` that was given. Its message is the option followed by ``why``."""
     for name in given(args, names):
         raise UsageError(f"{option(args, name)} {why}")

@@ -1,4 +1,4 @@
-"""``megatron-pp plan``: print a plan, or write it to a file."""
+"""``megatron-pp plan``: prints a plan, or writes it to a file."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_options(parser)
-    parser.add_argument("--format", choices=("text", *FORMATS), help="default text, or what the name of -o ends in")
+    parser.add_argument("--format", choices=("text", *FORMATS), help="default by the ending of -o, otherwise text")
     parser.add_argument("--compute-only", action="store_true", help="text without communication")
     parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE instead of the terminal")
-    parser.add_argument("--list", action="store_true", help="the schedules there are, and nothing else")
+    parser.add_argument("--list", action="store_true", help="only list the schedules")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return OK
     plan = single_plan(args)
     if args.device and plan.spec.device != checked_device(args.device):
-        refuse(args, ["device"], f"does not change {args.source}, which is a whole plan; verify and simulate apply it")
+        refuse(args, ["device"], f"has no effect on {args.source}, a whole plan; verify and simulate apply it")
     ending = Path(args.output or "").suffix.lstrip(".")
     form = args.format or (TORCH_CSV if ending == "csv" else ending)
     text = _formatted(plan, args, form)

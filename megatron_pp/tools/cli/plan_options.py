@@ -54,19 +54,19 @@ LOWERING = (*_LOWERING, "param_sync", "device", "offload_slots", "skip_tensors",
 PLAN_OPTIONS = (*NAMING, *LOWERING, "source")
 _NOT_OF_MODULES = ("from_trace", "num_layers", "keep_outputs", "optimizer_bypass")
 _OF_MODULES = ("num_microbatches", "modules", "forward_only", "variable_shapes", "release_after", "grad_sync", "device")
-# What ranks keep of named tensors.
+# The cache of named tensors, in words.
 _CACHE_WORDS = {
     "none": "without a cache",
-    "received": "where ranks keep what they receive",
-    "all": "where they keep what they make too",
+    "received": "if ranks keep received ones",
+    "all": "if ranks also keep their own",
 }
 
 
 def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """``several``: the command takes several plans, from lists of schedules, chunks and microbatches."""
+    """Adds the options. ``several``: the command accepts lists of schedules, chunks and microbatches."""
     group = parser.add_argument_group("plan", "a schedule by name and size, or --import FILE")
     many = " (or a list: a,b,c)" if several else ""
-    files = f"MODULE:NAME of your own, or a .csv or .json file, which brings P, V and M{many}"
+    files = f"your own MODULE:NAME, or a .csv or .json file, which has its own P, V and M{many}"
     names = f"{', '.join(SCHEDULES)}, {NAIVE}, {files}"
     default = f"default {schedule_name(None, 1, ())}, or {_schedule_of_slices(None)} with --sequence-slices"
     group.add_argument("-s", "--schedule", metavar="NAME", help=f"{names}; {default}")
@@ -82,25 +82,25 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
     collectives = help_of("fsdp_collectives")
     group.add_argument("--fsdp-collectives", choices=FSDP_COLLECTIVES, help=collectives)
     group.add_argument("--fsdp-max-active-stages", type=count, metavar="N", help=help_of("fsdp_max_active_stages"))
-    group.add_argument("--policy", choices=POLICIES, help=f"how transfers go out; default {PlanSpec.policy}")
+    group.add_argument("--policy", choices=POLICIES, help=f"how transfers are issued; default {PlanSpec.policy}")
     group.add_argument("--channels", choices=CHANNELS, help=help_of("p2p_channels"))
     group.add_argument("--forward-only", action="store_true", help="evaluation: forwards only")
     group.add_argument("--variable-shapes", action="store_true", help=help_of("variable_seq_lengths"))
     release = f"slots from a send to its release; default {PlanSpec.release_after}"
     group.add_argument("--release-after", type=count, metavar="N", help=release)
-    ahead = f"slots that a receive is posted ahead; default {PlanSpec.lookahead}"
+    ahead = f"slots by which a receive is posted ahead; default {PlanSpec.lookahead}"
     group.add_argument("--lookahead", type=whole, metavar="N", help=ahead)
     rules = f"rules of the device that the plan runs on: {', '.join(DEVICE_RULES)} (or a list: a,b,c). The plan is "
-    rules += "lowered for them and verified under all of them; default "
-    rules += f"{' and '.join(ON_NCCL)}, as on NCCL, or with --gloo only rendezvous, which always holds"
+    rules += "lowered for these rules and verified under all of them; default "
+    rules += f"{' and '.join(ON_NCCL)}, as on NCCL; with --gloo only rendezvous, which always holds"
     group.add_argument("--device", action="extend", type=device_rules, metavar="RULE", help=rules)
     group.add_argument("--grad-sync", choices=(HOOKS, EXPLICIT), help=f"default {PlanSpec.grad_sync}")
     group.add_argument("--param-sync", action="store_true", help="add PARAM_SYNC marks")
     group.add_argument("--skip-tensors", metavar="TEXT", help=help_of("skip_tensors"))
     group.add_argument("--skip-cache", choices=CACHES, help=help_of("skip_cache"))
-    of_modules = "several modules on their ranks, as 'vision=0/1; llm=2,3; vision>llm': replicas apart by /, stages by "
-    of_modules += "commas, tensor-parallel ranks by +; llm#1*2/4=0,1 is chunk 1 of its ranks, a forward takes 2, a "
-    of_modules += "backward 4; with -M and the options of a plan that do not name a schedule"
+    of_modules = "several modules on their ranks, as 'vision=0/1; llm=2,3; vision>llm': / separates replicas, a comma "
+    of_modules += "separates stages, + separates tensor-parallel ranks. llm#1*2/4=0,1 is chunk 1 of its ranks; its "
+    of_modules += "forward takes 2 and its backward 4. It goes with -M and options that do not name a schedule"
     group.add_argument("--modules", metavar="TEXT", help=of_modules)
     imported = (
         "a plan in megatron_pp's JSON or PyTorch's CSV; if it is compute-only, --policy and --channels add transfers"
@@ -109,7 +109,7 @@ def add_plan_options(parser: argparse.ArgumentParser, several: bool = False) -> 
 
 
 def help_of(name: str, default: object = None, many: str = "") -> str:
-    """What the config says of a field. In a command None means the default."""
+    """The config's help for a field. In a command None means the default."""
     field = TransformerConfig.__dataclass_fields__[name]
     default = default or field.default
     text = field.metadata["help"].replace("; None: ", "; default ")
@@ -117,19 +117,19 @@ def help_of(name: str, default: object = None, many: str = "") -> str:
 
 
 def whole(text: str, least: int = 0) -> int:
-    """A whole number of at least ``least``, for argparse."""
+    """The number of an argument: a whole number of at least ``least``."""
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to 999999999")
     return int(text)
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
+    """The number of an argument: a whole number of at least 1."""
     return whole(text, 1)
 
 
 def device_rules(text: str) -> tuple[str, ...]:
-    """Rules of a device with commas between them, for argparse."""
+    """The device rules of an argument, with commas between them."""
     try:
         return checked_device(text.split(","))
     except PlanError as error:
@@ -137,8 +137,9 @@ def device_rules(text: str) -> tuple[str, ...]:
 
 
 def rules_of(args: argparse.Namespace, on_gloo: bool = False) -> tuple[str, ...]:
-    """The rules of the device that a plan is made for: those given, else those of NCCL, or none with --gloo or
-    ``on_gloo``, for a run on gloo whose trace the options name.
+    """The device rules that a plan is made for: the given ones, otherwise those of NCCL. With --gloo, or ``on_gloo``
+    (the
+    options name the trace of a run on gloo), there are none.
     """
     if args.device is not None:
         return checked_device(args.device)
@@ -146,15 +147,15 @@ def rules_of(args: argparse.Namespace, on_gloo: bool = False) -> tuple[str, ...]
 
 
 def counts(text: str) -> list[int]:
-    """Whole numbers of at least 1 with commas between them, for argparse."""
+    """The whole numbers of an argument, each at least 1, with commas between them."""
     return [count(part) for part in text.split(",")]
 
 
 def single_plan(
     args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec, on_gloo: bool = False
 ) -> Plan:
-    """The one plan that the options name, of the spec that ``fit`` makes of theirs; not verified. ``on_gloo``: as in
-    ``rules_of``. Raises PlanError, UsageError, RefusedError.
+    """The single plan that the options name. It is not verified. ``fit`` may change its spec. ``on_gloo`` is that of
+    ``rules_of``. Raises PlanError, UsageError and RefusedError.
     """
     if args.source is not None:
         return _imported(args, on_gloo)
@@ -163,7 +164,8 @@ def single_plan(
     specs = list(listed_specs(args, named_schedules(args), on_gloo))
     if len(specs) > 1:
         raise UsageError(
-            f"-s, -V and -M name {len(specs)} plans, and this takes one; lists are for simulate --compare and draw"
+            f"-s, -V and -M name {len(specs)} plans, but this command needs one; lists are for simulate --compare "
+            "and draw"
         )
     return named_plan(fit(specs[0]))
 
@@ -171,26 +173,27 @@ def single_plan(
 def verified_single_plan(
     args: argparse.Namespace, fit: Callable[[PlanSpec], PlanSpec] = lambda spec: spec, on_gloo: bool = False
 ) -> Plan:
-    """As ``single_plan``. Raises RefusedError where the plan does not verify."""
+    """The single plan, verified. Raises as ``single_plan`` does, and RefusedError if the plan does not verify."""
     return verified(single_plan(args, fit, on_gloo), args.device)
 
 
 def verified(plan: Plan, device: Sequence[str] | None = None) -> Plan:
-    """``plan``. Raises RefusedError where it does not verify, under ``device`` or the rules that it was lowered for."""
+    """``plan``, verified under ``device`` or the rules that it was lowered for. Raises RefusedError if it does not
+    verify."""
     with refusing(plan.spec.describe()):
         verdict_of(plan, device=device)
     return plan
 
 
 def verdict_of(plan: Plan, deallocate: bool = True, device: Sequence[str] | None = None) -> Verdict:
-    """What ``verify`` finds, or ``verify_modules`` for a plan of several modules. Raises PlanError."""
+    """The result of ``verify``, or of ``verify_modules`` for a plan of several modules. Raises PlanError."""
     if isinstance(plan.spec, ModulesSpec):
         return verify_modules(plan, device)
     return verify(plan, deallocate=deallocate, device=device)
 
 
 def named_plan(spec: PlanSpec) -> Plan:
-    """The plan of a family, of a schedule file, or the naive one, before it is verified."""
+    """The plan of a family or a schedule file, or the naive plan. It is not verified."""
     if spec.schedule == NAIVE:
         return lowered(spec, Placement(LOOP, spec.pipeline_size, 1), naive_orders(spec.shape))
     if names_a_file(spec.schedule):
@@ -200,15 +203,15 @@ def named_plan(spec: PlanSpec) -> Plan:
 
 
 def named_schedules(args: argparse.Namespace) -> list[str]:
-    """The schedules of the option, or the default one. Raises as schedule_names."""
+    """The schedules of the option, or the default schedule. Raises as ``schedule_names`` does."""
     return schedule_names(
         schedule_name(args.schedule, 1, ()) if args.slices is None else _schedule_of_slices(args.schedule)
     )
 
 
 def schedule_names(text: str) -> list[str]:
-    """The names in a comma list; ``all`` means every family, ``MODULE:NAME`` one that importing the module registers.
-    Raises PlanError for one that is none.
+    """The names in a comma list. ``all`` means every family; ``MODULE:NAME`` is a family that importing the module
+    registers. Raises PlanError for an unknown name.
     """
     names = [name.strip() for name in text.split(",")]
     names = [_imported_from(*name.split(":", 1)) if ":" in name else name for name in names]
@@ -219,13 +222,13 @@ def schedule_names(text: str) -> list[str]:
 
 
 def _imported_from(module: str, name: str) -> str:
-    sys.path.insert(0, os.getcwd())  # as ``python -m`` has it
+    sys.path.insert(0, os.getcwd())  # as with ``python -m``
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        raise UsageError(f"{module}:{name} names no module: there is no {error.name} here, nor installed") from error
+        raise UsageError(f"{module}:{name}: there is no module {error.name} in this folder, nor installed") from error
     finally:
         sys.path.pop(0)
     return name
@@ -241,8 +244,9 @@ def _family(name: str) -> Family:
 
 
 def listed_specs(args: argparse.Namespace, names: Sequence[str], on_gloo: bool = False) -> Iterator[PlanSpec]:
-    """Every combination of schedule, chunks and microbatches that the options list. Families that fix V have theirs;
-    a file among them fixes P and M for all. Raises UsageError for an option that applies to none of them.
+    """All combinations of schedule, chunks and microbatches that the options list. A family with a fixed V has only
+    that
+    V. A schedule file determines P and M of all. Raises UsageError for an option that applies to none of them.
     """
     families = [_family(name) for name in names]
     _check_sizes(args, families)
@@ -266,7 +270,7 @@ def _schedule_of_slices(schedule: str | None) -> str:
 
 
 def pipeline_size(args: argparse.Namespace, names: Sequence[str]) -> int:
-    """P as given, of the first file among ``names``, or by default."""
+    """The given P; otherwise that of the first file among ``names``, or the default."""
     if args.pipeline_size is not None:
         return int(args.pipeline_size)
     shapes = (_family(name).shape for name in names)
@@ -274,13 +278,14 @@ def pipeline_size(args: argparse.Namespace, names: Sequence[str]) -> int:
 
 
 def _check_sizes(args: argparse.Namespace, families: Sequence[Family]) -> None:
-    """What is given has to be what the schedules have: V at least one of them, a file P and M as well."""
+    """Raises UsageError if the given sizes do not fit the schedules: at least one must have V, and a file has its own P
+    and M."""
     for chunks in args.num_chunks or ():
         if all(family.chunks not in (None, chunks) for family in families):
             first = families[0]
             fitting = ", ".join(name for name, other in SCHEDULES.items() if other.chunks in (None, chunks))
             raise UsageError(
-                f"schedule {first.name} has {first.chunks} model chunk(s) a rank, not {chunks}; leave -V out, or take "
+                f"schedule {first.name} has {first.chunks} model chunk(s) a rank, not {chunks}; leave -V out, or use "
                 f"a schedule with {chunks}: {fitting}"
             )
     shapes = [(family.name, family.shape) for family in families if family.shape]
@@ -292,7 +297,7 @@ def _check_sizes(args: argparse.Namespace, families: Sequence[Family]) -> None:
         ):
             for size in sizes:
                 if size not in (None, mine):
-                    raise UsageError(f"{name} is a schedule of {mine} {what}; {way} is {size}")
+                    raise UsageError(f"{name} is a schedule of {mine} {what}, but {way} is {size}")
         one, other = shapes[0][1], shape
         if (one.pipeline_size, one.num_microbatches) != (other.pipeline_size, other.num_microbatches):
             raise UsageError(
@@ -302,37 +307,37 @@ def _check_sizes(args: argparse.Namespace, families: Sequence[Family]) -> None:
 
 
 def _check_lowering(args: argparse.Namespace, families: Sequence[Family]) -> None:
-    """Raises UsageError for an option that would change nothing."""
+    """Raises UsageError for an option that would have no effect."""
     for name, what, field in (("group_size", "with groups", "grouped"), ("slices", "of slices", "sliced")):
         if not any(getattr(family, field) for family in families):
             having = ", ".join(known for known, family in SCHEDULES.items() if getattr(family, field))
             refuse(args, [name], f"is for schedules {what} ({having}), not {families[0].name}")
     if args.forward_only:
-        refuse(args, ["offload_chunks"], "does not go with --forward-only, which keeps nothing for a backward")
+        refuse(args, ["offload_chunks"], "does not go with --forward-only, which keeps no activations")
     if not args.offload_chunks and not any(map(_offloads, families)):
-        refuse(args, ["offload_slots"], f"is for schedules that offload; {families[0].name} does with --offload-chunks")
+        refuse(args, ["offload_slots"], f"is for schedules that offload; {families[0].name} needs --offload-chunks")
     if args.fsdp_collectives is None:
-        refuse(args, ["fsdp_max_active_stages"], "limits the stages of --fsdp-collectives, and there are none")
+        refuse(args, ["fsdp_max_active_stages"], "needs --fsdp-collectives")
     elif NAIVE_FAMILY in families:
-        refuse(args, ["fsdp_collectives"], f"is for other schedules than {NAIVE}")
+        refuse(args, ["fsdp_collectives"], f"does not go with the schedule {NAIVE}")
     if args.policy not in (None, OVERLAP):
         refuse(args, ["release_after", "lookahead"], f"is for --policy overlap, not {args.policy}")
     if args.channels not in (None, ONE_WAY):
         refuse(args, ["lookahead"], f"is for --channels one_way, not {args.channels}")
     if args.skip_tensors is None:
-        refuse(args, ["skip_cache"], "says what ranks keep of --skip-tensors, and there are none")
+        refuse(args, ["skip_cache"], "needs --skip-tensors")
     if args.variable_shapes:
-        refuse(args, ["lookahead"], "does not go with --variable-shapes, where receives are waited for at once")
+        refuse(args, ["lookahead"], "does not go with --variable-shapes, which waits for each receive at once")
     if args.forward_only:
         refuse(args, ["grad_sync"], "does not go with --forward-only, which has no gradients")
     if DEVICE_SYNC in rules_of(args):
-        refuse(args, ["lookahead"], f"does not go with --device {DEVICE_SYNC}, where no receive is posted ahead")
+        refuse(args, ["lookahead"], f"does not go with --device {DEVICE_SYNC}, which posts no receive ahead")
     if all(_chunks(args, family) == [1] for family in families):
-        refuse(args, ["param_sync"], "marks the parameters of several model chunks a rank; here there is one")
+        refuse(args, ["param_sync"], "needs several model chunks a rank; here each rank has one")
 
 
 def _offloads(family: Family) -> bool:
-    """Whether it does so by itself."""
+    """Whether the family offloads by itself."""
     return bool(family.added(family.shape or Shape(2, 2, 2, 2)))
 
 
@@ -342,9 +347,9 @@ def _chunks(args: argparse.Namespace, family: Family) -> list[int]:
 
 
 def _imported(args: argparse.Namespace, on_gloo: bool) -> Plan:
-    """The plan of --import; what is given must be true of it."""
+    """The plan of --import. Raises UsageError for options that do not fit the plan."""
     for name in given(args, NAMING):
-        raise UsageError(f"--import brings its own {name.replace('_', ' ')}; leave {option(args, name)} out")
+        raise UsageError(f"the plan of --import has its own {name.replace('_', ' ')}; leave {option(args, name)} out")
     lowering: dict[str, Any] = given(args, LOWERING)
     with refusing():
         plan = load_plan(args.source, **(lowering | {"device": rules_of(args, on_gloo)}))
@@ -353,12 +358,12 @@ def _imported(args: argparse.Namespace, on_gloo: bool) -> Plan:
         if name == "skip_tensors":
             value = skip_tensors(value, plan.placement.num_stages)
         if name != "device" and mine != value:
-            raise UsageError(f"{option(args, name)} is {value}; the plan in {args.source} was lowered with {mine}")
+            raise UsageError(f"{option(args, name)} is {value}, but the plan in {args.source} was lowered with {mine}")
     return plan
 
 
 def _of_modules(args: argparse.Namespace) -> Plan:
-    """The plan of --modules, before it is verified."""
+    """The plan of --modules. It is not verified."""
     others = {*PLAN_OPTIONS, *_NOT_OF_MODULES} - {*_OF_MODULES}
     refuse(args, sorted(name for name in others if name in args), "does not go with --modules")
     if args.forward_only:
@@ -366,17 +371,17 @@ def _of_modules(args: argparse.Namespace) -> Plan:
     graphs = graphs_in(args.modules)
     if len(graphs) > 1:
         found = "; ".join(map(str, graphs))
-        raise UsageError(f"--modules has {len(graphs)} pipelines that exchange nothing ({found}); name one of them")
+        raise UsageError(f"--modules has {len(graphs)} pipelines without messages between them ({found}); give one")
     sizes = args.num_microbatches or [2 * graphs[0].size]
     if len(sizes) > 1:
-        raise UsageError(f"-M has {len(sizes)} numbers of microbatches; --modules takes one")
+        raise UsageError(f"-M has {len(sizes)} numbers of microbatches; with --modules it needs one")
     spec = modules_spec(graphs[0], sizes[0], **(given(args, _OF_MODULES[2:]) | {"device": rules_of(args)}))
     with refusing(spec.describe()):
         return lowered_modules(spec)
 
 
 def skip_facts(plan: Plan) -> dict[str, Any]:
-    """For JSON; empty without such tensors."""
+    """The JSON facts about tensors that skip stages; empty if the plan has none."""
     if not plan.spec.skip_tensors:
         return {}
     counts = {cache: traffic._asdict() for cache, traffic in _by_cache(plan).items()}
@@ -384,7 +389,7 @@ def skip_facts(plan: Plan) -> dict[str, Any]:
 
 
 def skip_sentences(plan: Plan) -> list[str]:
-    """One line; none without such tensors."""
+    """A line about tensors that skip stages; none if the plan has none."""
     if not plan.spec.skip_tensors:
         return []
     counts = _by_cache(plan)

@@ -1,4 +1,4 @@
-"""``megatron-pp report``: a traced run compared with its plan."""
+"""``megatron-pp report``: compares a traced run with its plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_pp.tracing.run import load_run
 if TYPE_CHECKING:
     from rich.console import Console
 
-SUMMARY = "a traced run against its plan: bubble, exposed waits by cause, the slowest rank, overlap"
+SUMMARY = "compare a traced run with its plan: bubble, exposed waits by cause, slowest rank, overlap"
 EXAMPLES = """examples:
   megatron-pp report traces/
   megatron-pp report traces/ --step 10 -o step10.html
@@ -26,11 +26,12 @@ EXAMPLES = """examples:
 
 record a run with config.trace_dir, or MEGATRON_PP_TRACE_DIR=traces; see docs/cli.md
 """
-_OUTPUT = "the picture (default FOLDER/report.html), .png too; .json: all recorded steps for https://ui.perfetto.dev"
+_OUTPUT = "picture as .html (default FOLDER/report.html) or .png; .json has all recorded steps for "
+_OUTPUT += "https://ui.perfetto.dev"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="where the traces lie")
+    parser.add_argument("folder", metavar="FOLDER", help="folder of the traces")
     add_run_options(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help=_OUTPUT)
 

@@ -1,11 +1,11 @@
-"""``megatron-pp run``: a training script of Megatron's, unchanged, on this engine.
+"""``megatron-pp run``: runs an unchanged Megatron training script on this engine.
 
-Its flags are the settings of the plug-in; what follows the script is the script's, so the command reads its arguments
-itself.
+The flags of this command are the settings of the plug-in. Arguments after the script are the script's, so this command
+parses its own arguments.
 
-The script runs as ``python SCRIPT`` does, or the module as ``python -m MODULE`` does, within this process. What it
-raises, ``SystemExit`` included, is raised here. Unlike ``runpy``, its ``__main__`` stays in ``sys.modules``: threads
-and exit handlers outlive its last line, and may pickle what it defines.
+The script runs within this process as with ``python SCRIPT``, a module as with ``python -m MODULE``. Its exceptions,
+also ``SystemExit``, are raised here. Unlike with ``runpy``, the script's ``__main__`` stays in ``sys.modules``: threads
+and exit handlers may run after its last line, and may pickle objects that it defines.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from megatron_pp.tools.cli.errors import UsageError
 from megatron_pp.tools.cli.parser import HelpFormatter, Parser
 
 NAME = "run"
-SUMMARY = "run a training script of Megatron's on this engine, unchanged"
+SUMMARY = "run an unchanged Megatron training script on this engine"
 _EXAMPLES = """\
-Settings come before the script, the script's own flags behind it. Each can also be given in the environment, as
-MEGATRON_PP_P2P_TIMEOUT=60, and in a TOML file, as p2p_timeout = 60. A flag goes before the environment, which goes
-before the file, which goes before what Megatron's config says.
+Settings come before the script, the script's own flags after it. A setting can also be given in the environment, as
+MEGATRON_PP_P2P_TIMEOUT=60, or in a TOML file, as p2p_timeout = 60. A flag overrides the environment, the environment
+overrides the file, and the file overrides Megatron's config.
 
 examples:
   torchrun --nproc-per-node 8 -m megatron_pp run --overlap-p2p-comm pretrain_gpt.py --num-layers 32 ...
@@ -55,18 +55,18 @@ _GROUPS = {
     "failures": ("p2p_timeout", "compute_timeout", "p2p_debug"),
     "traces and measurements": ("trace_dir", "trace_steps", "trace_first_step", "measure", "measure_out", "metrics"),
 }  # fmt: skip
-"""Title in the help -> settings; the others follow."""
+"""Title in the help -> settings. Other settings are in a last group."""
 
 
 def prepare(argv: Sequence[str]) -> Callable[[], None]:
-    """What runs the script of a command line. The settings of the command line are read and checked now.
+    """A function that runs the script of a command line. The settings are read and checked before it is returned.
 
-    Raises MegatronPPError for a wrong setting, ImportError where the plug-in misses a package; exits where arguments
-    are not understood.
+    Raises MegatronPPError for a wrong setting, and ImportError if a package of the plug-in is missing. Exits if the
+    arguments are not understood.
     """
     parser = script_parser(NAME, "settings", SUMMARY, _EXAMPLES)
-    cpu = "run on the CPU with gloo, as parity does: what Megatron asks of a GPU has a stand-in; for trying "
-    parser.add_argument("--cpu", action="store_true", default=False, help=cpu + "a script without a GPU, slowly")
+    cpu = "try a script without a GPU, slowly: it runs on the CPU with gloo, and stand-ins replace Megatron's calls "
+    parser.add_argument("--cpu", action="store_true", default=False, help=cpu + "of the GPU, as for parity")
     add_settings(parser)
     args = parsed(parser, argv)
     if args.cpu:
@@ -77,7 +77,7 @@ def prepare(argv: Sequence[str]) -> Callable[[], None]:
 
 
 def _stand_in_for_gpus(script: str, module: bool) -> None:
-    """What parity does before a script runs on the CPU; until the program ends."""
+    """Replaces the calls of a GPU until the program ends, as parity does before a script runs on the CPU."""
     runs: Any = importlib.import_module("megatron_pp.tools.parity.runs")
     runs.prepare(runs.Program(script, module, steps=0, deadline=0.0, gpu=False, load=None))
 
@@ -93,7 +93,7 @@ def _run(load: Callable[[str, Sequence[str]], Callable[[], None]], script: str, 
 
 
 def script_parser(name: str, options: str, summary: str, examples: str) -> Parser:
-    """For a command that takes ``options``, a script, and the script's own arguments."""
+    """The parser of a command that takes ``options``, a script, and the script's own arguments."""
     return Parser(
         prog=f"megatron-pp {name}",
         usage=f"%(prog)s [{options}] [-m] SCRIPT [its arguments]",
@@ -106,14 +106,14 @@ def script_parser(name: str, options: str, summary: str, examples: str) -> Parse
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the plug-in that a command line has. Raises ConfigError for an impossible value."""
+    """The plug-in's settings on a command line. Raises ConfigError for an impossible value."""
     given = {name: getattr(args, name) for name in TABLE if hasattr(args, name)}
     texts = {name: value for name, value in given.items() if isinstance(value, str)}
     return given | {name: value_of_text(name, text, _flag(name)) for name, text in texts.items()}
 
 
 def add_settings(parser: Parser) -> None:
-    """An option for each setting of the plug-in, and one for a file of them."""
+    """Adds an option for each setting of the plug-in, and one for a file of settings."""
     parser.add_argument("--settings", metavar="FILE", default=None, help="a TOML file with settings")
     groups = {title: parser.add_argument_group(title) for title in (*_GROUPS, _OTHERS)}
     for name, setting in TABLE.items():
@@ -122,19 +122,19 @@ def add_settings(parser: Parser) -> None:
         how: dict[str, Any] = {"metavar": "VALUE"}
         if setting.kind is SWITCH:
             how = {"action": argparse.BooleanOptionalAction}
-        elif setting.kind.choices:  # which the setting checks, with a better error
+        elif setting.kind.choices:  # the setting checks its choices itself, with a better error than argparse
             how = {"metavar": "{" + ",".join(setting.kind.choices) + "}"}
         title = next((title for title, names in _GROUPS.items() if name in names), _OTHERS)
         groups[title].add_argument(_flag(name), help=setting.help.replace("%", "%%"), **how)
 
 
 def parsed(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """The parser's options, then the script and its own arguments. Exits where they are not understood, raises
-    UsageError where there is no such script."""
+    """The parser's options, the script and its own arguments. Exits if they are not understood. Raises UsageError if
+    the script does not exist."""
     parser.add_argument("-m", dest="module", action="store_true", default=False, help="SCRIPT is a module")
-    parser.add_argument("script", metavar="SCRIPT", help="the script, whose arguments follow it")
+    parser.add_argument("script", metavar="SCRIPT", help="the script; its arguments follow it")
     rest_of_it = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
-    rest_of_it.required = False  # else an error about a missing script also asks for "..."
+    rest_of_it.required = False  # otherwise the error about a missing script also names "..."
     args, rest = parser.parse_known_args(argv)
     if rest:
         name = rest[0].partition("=")[0]
@@ -152,7 +152,7 @@ def _flag(name: str) -> str:
 
 
 def load_script(path: str, arguments: Sequence[str]) -> Callable[[], None]:
-    """What runs it as ``__main__``. Raises OSError where there is no such file."""
+    """A function that runs the script as ``__main__``. Raises OSError if the file does not exist."""
     file = os.path.abspath(path)
     with io.open_code(file) as script:
         source = script.read()
@@ -162,26 +162,27 @@ def load_script(path: str, arguments: Sequence[str]) -> Callable[[], None]:
 
 
 def load_module(name: str, arguments: Sequence[str]) -> Callable[[], None]:
-    """What runs it as ``__main__``. Raises UsageError where there is no such module, or it has no code."""
-    _begin(os.getcwd(), ["-m", *arguments])  # as Python has them while it looks for the module
+    """A function that runs the module as ``__main__``. Raises UsageError if the module does not exist or has no
+    code."""
+    _begin(os.getcwd(), ["-m", *arguments])  # as in Python while it looks for the module
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
-    except (ModuleNotFoundError, ValueError) as error:  # of a package that it is in; no name of a module
+    except (ModuleNotFoundError, ValueError) as error:  # its package does not exist, or this is not a module's name
         if not f"{name}.".startswith(f"{getattr(error, 'name', name)}."):
             raise
         spec = None
     code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
     if spec is None or code is None:
-        raise UsageError(f"-m {name}: there is no such module that can be run")
+        raise UsageError(f"-m {name}: there is no module of this name that can be run")
     sys.argv[0] = spec.origin or name
     return partial(_execute, code, spec.origin, loader=spec.loader, package=spec.parent, cached=spec.cached, spec=spec)
 
 
 def _begin(folder: str, argv: list[str]) -> None:
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = folder  # what Python has put there is the folder of this command, or the current one
+        sys.path[0] = folder  # instead of the folder of this command, or the current folder
     sys.argv[:] = argv
 
 

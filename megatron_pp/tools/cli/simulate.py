@@ -1,4 +1,4 @@
-"""``megatron-pp simulate``: the predicted times and memory of a schedule, or a ranking of several."""
+"""``megatron-pp simulate``: predicts times and memory of a schedule, or ranks several schedules."""
 
 from __future__ import annotations
 
@@ -55,21 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cost_options.add_cost_options(parser)
     cost_options.add_model_options(parser)
     megatron_input.add_options(parser)
-    measured = "take compute times and transfers from this trace; the plan too, unless another is named"
+    measured = "take compute times, transfers and, unless you name another, the plan from this trace"
     cost_options.add_from_trace_option(parser, measured)
-    parser.add_argument("--compare", metavar="A,B,C", help="rank these schedules (all: every one), per microbatch")
-    too_large = "leave out schedules that need more memory on any rank"
+    parser.add_argument("--compare", metavar="A,B,C", help="rank these schedules, or all, by time per microbatch")
+    too_large = "leave out schedules that need more memory on a rank"
     parser.add_argument("--memory-limit", type=cost_options.number, metavar="GIB", help=too_large)
-    table = (
-        "a table of all that each rank's GPU holds, with communicators and CUDA context; needs the shape of the model"
-    )
+    table = "print all memory of each rank's GPU, with communicators and CUDA context; needs the shape of the model"
     parser.add_argument("--memory", action="store_true", help=table)
     add_outside_options(parser)
-    share = "memory of a waiting weight gradient, as a share of its forward's; default that of a transformer layer, "
-    share += "worked out from the model options if they are given"
+    share = "memory kept until a weight gradient, as a share of its forward's activations; default that of a "
+    share += "transformer layer, calculated from the model options if they are given"
     parser.add_argument("--weight-share", type=cost_options.number, metavar="SHARE", help=share)
-    bypass = "simulate steps in a row without a barrier between them, as if the optimizer synchronised no ranks (arXiv "
-    bypass += "2401.10241, section 4)"
+    bypass = "simulate steps in a row without a barrier between them, as if the optimizer did not synchronise ranks "
+    bypass += "(arXiv 2401.10241, section 4)"
     parser.add_argument("--optimizer-bypass", action="store_true", help=bypass)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
@@ -86,7 +84,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if not args.memory:
         refuse(args, OPTIONS, "is for --memory, or --memory-limit")
     if traced is not None and not given(args, ("source", *plan_options.NAMING)):
-        refuse(args, plan_options.LOWERING, "changes nothing of the plan that was traced; name a plan with -s")
+        refuse(args, plan_options.LOWERING, "has no effect on the traced plan; name a plan with -s")
         plan = traced.measured.plan
     else:
         plan = plan_options.verified_single_plan(
@@ -101,7 +99,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     used = result.volume() if args.link else {}
     for pair, _ in args.link or ():
         if pair not in used:
-            raise UsageError(f"--link {pair[0]}-{pair[1]} changes nothing: the plan sends nothing there")
+            raise UsageError(f"--link {pair[0]}-{pair[1]} has no effect: the plan sends nothing on this link")
     steady = steady_step(plan, costs, network, device) if args.optimizer_bypass else None
     unit = _unit(args, traced, megatron)
     ranks = range(plan.spec.pipeline_size)
@@ -109,7 +107,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     peaks = _peaks(result, memory, _weight_shares(args, plan, shape))
     outside = outside_of(args, network.gloo) if args.memory else None
     held = [device_memory(plan, rank, memory[rank], outside) for rank in ranks] if memory and args.memory else None
-    # A bound is that of a line of stages.
+    # Bounds are only known for a line of stages.
     bound = bound_of(plan, costs, network, searched_memory(plan)) if args.modules is None else None
     if args.json:
         facts = _facts(result, steady, peaks, unit) | {"bound": _bound_facts(bound, result.makespan)}
@@ -137,7 +135,7 @@ def _costs(
     megatron: OfMegatron | None,
     shape: ModelShape | None,
 ) -> tuple[StageCosts, Network]:
-    """As a trace, a card's data sheet or the options say."""
+    """The costs from a trace, a card's data sheet or the options."""
     if megatron is not None and megatron.costs is not None and megatron.network is not None:
         return megatron.costs.regrouped(spec.pipeline_size * spec.num_chunks), megatron.network
     return cost_options.costs_of(args, spec, traced, shape)
@@ -149,8 +147,8 @@ def _unit(args: argparse.Namespace, traced: Findings | None, megatron: OfMegatro
 
 
 def _peaks(result: Simulation, memory: Sequence[RankMemory] | None, weight_shares: Shares) -> dict[str, Any]:
-    """Of every rank: activations in units of one chunk's forward, and bytes (None without a model); the same of what is
-    offloaded."""
+    """The peaks of each rank: activations in units of one chunk's forward, bytes (None without a model), and both again
+    for offloaded activations."""
     return {
         "peak_activations": list(peak_activations(result.plan, weight_shares)),
         "peak_bytes": [one.peak for one in memory] if memory else None,
@@ -160,9 +158,9 @@ def _peaks(result: Simulation, memory: Sequence[RankMemory] | None, weight_share
 
 
 def _weight_shares(args: argparse.Namespace, plan: Plan, shape: ModelShape | None) -> Shares:
-    """As the option says, as the model's stages have it, or as a transformer layer has it."""
+    """The share of the option; otherwise that of the model's stages, or of a transformer layer without a model."""
     if all(at.op != WEIGHT_GRAD for program in plan.programs for at in program):
-        refuse(args, ["weight_share"], f"weighs weight gradients that wait; {plan.spec.schedule} has none")
+        refuse(args, ["weight_share"], f"is for separate weight gradients, but {plan.spec.schedule} has none")
     if args.weight_share is not None:
         return float(args.weight_share)
     stages = plan.placement.num_stages
@@ -170,7 +168,7 @@ def _weight_shares(args: argparse.Namespace, plan: Plan, shape: ModelShape | Non
 
 
 def _sentences(result: Simulation, steady: SteadyStep | None, unit: str) -> list[str]:
-    """How long a step takes; also without a wait for all ranks between steps, where that is faster."""
+    """Sentences about the time of a step. If steps are faster without a barrier between them, also about such steps."""
     lines = [f"makespan {short(result.makespan)} {unit}, bubble {percent(result.bubble_share)}"]
     if steady is not None:
         numbers = f"{short(steady.period)} {unit} a step, bubble {percent(steady.bubble_share)}"
@@ -180,7 +178,7 @@ def _sentences(result: Simulation, steady: SteadyStep | None, unit: str) -> list
         within = percent(1 - max(result.busy) / span)
         lines.append(
             f"within the longest span of a rank, {short(span)} {unit}, the bubble is {within}: "
-            f"{result.plan.spec.schedule} counts on the optimizer bypass, which --optimizer-bypass simulates"
+            f"{result.plan.spec.schedule} is meant for the optimizer bypass, which --optimizer-bypass simulates"
         )
     return lines + plan_options.skip_sentences(result.plan)
 
@@ -232,8 +230,8 @@ def _facts(result: Simulation, steady: SteadyStep | None, peaks: dict[str, Any],
 
 
 def _copies(result: Simulation) -> list[dict[str, float]]:
-    """Of every rank: how long its copies to the host and back take, and how long it waits for them; how long the
-    all-gathers and reduce-scatters of its data-parallel replicas take."""
+    """For each rank: the times of its copies to the host and back, its waits for them, and the times of the all-gathers
+    and reduce-scatters of its data-parallel replicas."""
     return [
         {
             "offload": sum(copy.end - copy.start for copy in made if copy.instruction.op in COPIES_TO_HOST),
@@ -255,7 +253,7 @@ def _bound_facts(bound: Bound | None, step: float) -> dict[str, Any] | None:
 def _compare(args: argparse.Namespace, megatron: OfMegatron | None, console: Console) -> int:
     refuse(args, ["source", "schedule", "modules"], "does not go with --compare, which names the schedules itself")
     single = ["weight_share", "memory", "keep_outputs"]
-    refuse(args, single, "is for a single plan, not for --compare, which shows no activations")
+    refuse(args, single, "is for a single plan; --compare shows no activations")
     traced = cost_options.traced_findings(args)
     names = plan_options.schedule_names(args.compare)
     specs = list(plan_options.listed_specs(args, names, cost_options.is_on_gloo(traced)))
@@ -272,7 +270,7 @@ def _compare(args: argparse.Namespace, megatron: OfMegatron | None, console: Con
         costs, network = traced.costs, traced.network
     elif megatron is not None and megatron.costs is not None and megatron.network is not None:
         costs, network = megatron.costs, megatron.network
-    else:  # without costs, the whole model takes P slots for each of F, B and W, whatever V is
+    else:  # without costs, the whole model takes P slots for each of F, B and W, for any V
         costs = cost_options.cost_profile(args, shape, size, 1, max(spec.num_parts for spec in specs))
         network = cost_options.network(args, shape, size)
     outside = None if limit is None else outside_of(args, network.gloo)

@@ -1,5 +1,6 @@
-"""What commands print: lines, tables, and the names of files. rich is imported when a command runs: ``--help`` and
-errors do without it.
+"""Prints lines, tables and the names of written files. rich is imported when a command runs, so ``--help`` and errors
+do
+not need it.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-_LEAST_OF_SENTENCES = 24  # characters of a line, and more than a number has
-_WIDE = 10**6  # columns: where no terminal's edge is in the way
-_NARROW = 80  # columns of a terminal that does not say
+_LEAST_OF_SENTENCES = 24  # least width of a column of sentences; more than any number has
+_WIDE = 10**6  # columns of an output that is not a terminal
+_NARROW = 80  # columns of a terminal whose width is not known
 _INDENT = 4
-_WORD = r"""(?:[^\s'"]|'[^']*'|"[^"]*")+"""  # of a shell's command
+_WORD = r"""(?:[^\s'"]|'[^']*'|"[^"]*")+"""  # a word of a shell command
 _OPTION = re.compile(rf"--?{_WORD} (?!-){_WORD}|{_WORD}")  # an option with its value, or a word
 
 
 def open_terminal(no_color: bool | None) -> Console:
-    """A console that prints ``visible`` text, and raises BrokenPipeError when its reader, such as ``head``, is gone.
-    ``no_color`` None: as NO_COLOR says."""
+    """A console that prints ``visible`` text. It raises BrokenPipeError if its reader, such as ``head``, has ended. If
+    ``no_color`` is None, the variable NO_COLOR decides."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -45,19 +46,20 @@ def open_terminal(no_color: bool | None) -> Console:
 
 
 def print_line(console: Console, text: str, hang: int | None = None) -> None:
-    """``text``, on a terminal wrapped at words; ``hang``: columns before the lines that follow the first. Into files
-    and pipes it goes as it is."""
+    """Prints ``text``, wrapped at words on a terminal, unchanged into files and pipes. ``hang`` is the indent of the
+    lines after the first."""
     for line in text.split("\n"):
         _print_as_it_is(console, wrapped(line, _room(console), hang))
 
 
 def print_command(console: Console, command: str) -> None:
-    """A command to be pasted: on a terminal wrapped at words, with backslashes that let a shell read it as one line."""
+    """Prints a command that can be pasted. On a terminal it is wrapped at words, with a backslash at the ends of
+    lines."""
     _print_as_it_is(console, wrapped_command(command, _room(console)))
 
 
 def wrapped(text: str, width: int, hang: int | None = None) -> str:
-    """One line, wrapped at words to ``width`` columns; a word that is longer is left whole."""
+    """A line wrapped at words to ``width`` columns. A longer word is not broken."""
     if len(text) <= width:
         return text
     beginning = len(text) - len(text.lstrip())
@@ -69,8 +71,8 @@ def wrapped(text: str, width: int, hang: int | None = None) -> str:
 
 
 def wrapped_command(command: str, width: int) -> str:
-    """As ``wrapped``, with a backslash at the end of each line but the last. Quoted text stays whole, and an option
-    with its value, where they fit into a line."""
+    """A command wrapped to ``width`` columns, with a backslash at the end of all lines but the last. Quoted text is not
+    broken, and an option stays with its value if both fit into a line."""
     if len(command) <= width:
         return command
     beginning = command[: len(command) - len(command.lstrip())]
@@ -85,8 +87,8 @@ def wrapped_command(command: str, width: int) -> str:
 
 
 def wrapped_for(stream: TextIO, text: str) -> str:
-    """``text`` of an error, as ``print_line`` has it: wrapped where ``stream`` is a terminal."""
-    with suppress(OSError, ValueError, AttributeError):  # it is closed, or no file
+    """The text of an error, wrapped if ``stream`` is a terminal."""
+    with suppress(OSError, ValueError, AttributeError):  # the stream is closed or not a file
         if stream.isatty():
             width = os.get_terminal_size(stream.fileno()).columns or _NARROW
             return "\n".join(wrapped(line, width) for line in text.split("\n"))
@@ -98,7 +100,7 @@ def _print_as_it_is(console: Console, text: str) -> None:
 
 
 def _room(console: Console) -> int:
-    """Columns of a line: outside of a terminal no edge is in the way."""
+    """The width of a line in columns. Only a terminal limits it."""
     return console.width if console.is_terminal else _WIDE
 
 
@@ -107,9 +109,9 @@ def print_json(console: Console, value: object) -> None:
 
 
 def print_table(console: Console, title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table. Its first column is left-aligned text, the others are numbers or sentences. Sentences and names of
-    columns are wrapped, nothing else is. Columns that do not fit into a terminal go below, behind the first one again.
-    Empty tables are left out.
+    """Prints a table. The first column has left-aligned text, the others numbers or sentences. Only sentences and the
+    names of columns are wrapped. Columns that do not fit into the terminal follow in another table, after the first
+    column again. A table without rows is not printed.
     """
     if not rows:
         return
@@ -129,7 +131,7 @@ def print_table(console: Console, title: str, names: Sequence[str], rows: Sequen
 
 
 def _parts(least: Sequence[int], room: int) -> list[list[int]]:
-    """The columns, in parts of which each has the first one and fits into ``room``, if any two columns do."""
+    """The columns in parts. Each part has the first column, and fits into ``room`` if any two columns do."""
     parts = [[0]]
     for k in range(1, len(least)):
         if len(parts[-1]) > 1 and _width([least[j] for j in [*parts[-1], k]]) > room:
@@ -141,7 +143,7 @@ def _parts(least: Sequence[int], room: int) -> list[list[int]]:
 def _print_part(
     console: Console, title: str, columns: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]], width: int
 ) -> None:
-    """``columns``: the name of each, and whether it is wrapped."""
+    """Prints one table. ``columns`` has the name of each column and whether its text is wrapped."""
     from rich import box
     from rich.table import Table
 
@@ -157,12 +159,12 @@ def _print_part(
 
 
 def _width(columns: Sequence[int]) -> int:
-    """Of a table with columns of these widths, with its edges and separators."""
+    """The width of a table with columns of these widths, including edges and separators."""
     return sum(columns) + 2 * len(columns) + 1
 
 
 def write_output(console: Console, path: str, content: str | bytes) -> None:
-    """Write a file and print its name; of what is no file, such as /dev/stdout, nothing."""
+    """Writes a file and prints its name. Nothing is printed for special files such as /dev/stdout."""
     write_whole(path, content)
     if not is_special(path):
         print_line(console, f"wrote {path}")

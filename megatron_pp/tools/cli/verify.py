@@ -1,4 +1,4 @@
-"""``megatron-pp verify``: completeness, deadlock, buffer lifetime and memory of a plan."""
+"""``megatron-pp verify``: checks completeness, deadlocks, buffer lifetimes and memory of a plan."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ EXAMPLES = """examples:
   megatron-pp verify -s interleaved_1f1b -P 8 -V 4 -M 32
   megatron-pp verify -s mine.csv                         # a schedule file: lowered as a run would
   megatron-pp verify --modules 'vision=0/1; llm=2,3; vision>llm' -M 8
-  megatron-pp verify --import plan.csv                   # as it is
+  megatron-pp verify --import plan.csv                   # a plan that is verified unchanged
   megatron-pp verify --import plan.json --device one_queue,device_sync
 
-exit codes: 0 accepted, 1 refused (and why), 2 wrong arguments or a file that holds no plan
+exit codes: 0 accepted, 1 refused (with the reason), 2 wrong arguments or a file without a plan
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_options(parser)
     parser.add_argument("--keep-outputs", action="store_true", help="outputs are not deallocated after their send")
-    parser.add_argument("--json", action="store_true", help="the certificate, for programs")
+    parser.add_argument("--json", action="store_true", help="print the certificate as JSON, for programs")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

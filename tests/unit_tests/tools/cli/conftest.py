@@ -1,4 +1,4 @@
-"""The command, called in this process."""
+"""Fixtures that call the command in the test's process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MODEL = ["--layers", "16", "--hidden-size", "1024", "--seq-length", "1024", "--v
 
 @pytest.fixture
 def command(capsys, monkeypatch, tmp_path):
-    """Run ``megatron-pp LINE ARGUMENTS`` in a folder of the test's: (exit code, what it printed, what it complained
-    about)."""
+    """A function that runs ``megatron-pp LINE ARGUMENTS`` in the test's folder. It returns (exit code, standard output,
+    standard error)."""
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
 
@@ -34,7 +34,7 @@ def command(capsys, monkeypatch, tmp_path):
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """In the working folder: two compute orders, the first with communication, and as a whole plan."""
+    """Files in the working folder: two compute orders, the first also with communication and as a whole plan."""
     monkeypatch.chdir(tmp_path)
     order = build_plan(PlanSpec("1f1b", 2, 1, 4, device=ON_NCCL))
     save_plan(order, "compute.csv")
@@ -44,7 +44,7 @@ def files(tmp_path, monkeypatch):
 
 
 def assert_refused(result, code, *words):
-    """One line of complaint with ``words`` in it, and nothing else."""
+    """Asserts that the command printed one line of error with ``words`` in it, and nothing else."""
     assert result[0] == code
     assert result[1] == ""
     assert result[2].count("\n") == 1

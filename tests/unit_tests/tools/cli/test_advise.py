@@ -111,7 +111,7 @@ def test_a_search_that_was_cut_short_says_so_first(command):
     assert "cut short" not in command(*SMALL, *COSTS, *FEW)[1]
     words = ("-P", 4, "--global-batch", 8, "--memory-gb", 80, *COSTS, "--sequence-slices", 100000)
     answer = command("advise", *words, "--schedules", "seq_1f1b", "--jobs", 1)
-    assert_refused(answer, 2, "search cut short after", "none of 1 candidates was built", "give more --budget-s")
+    assert_refused(answer, 2, "search cut short after", "none of 1 candidates was built", "give a larger --budget-s")
 
 
 def test_json_has_the_same(command):
@@ -126,7 +126,7 @@ def test_json_has_the_same(command):
 
 
 def test_flags_are_those_of_the_command_that_runs_them(monkeypatch, tmp_path):
-    """And fields of our config where Megatron's models cannot run the schedule."""
+    """If Megatron's models cannot run the schedule, the answer has fields of our config instead of flags."""
     (tmp_path / "m.json").write_text("{}")
     given = []
     monkeypatch.setattr(on_import, "install_on_import", given.append)
@@ -179,7 +179,9 @@ def test_a_search_writes_what_it_plans_for(command, tmp_path):
     best = json.loads(command(*words, "--schedules", "auto")[1])["recommended"]
     assert best["flags"]["megatron_pp"][2:4] == ["--pipeline-measured", str(tmp_path / "m.json")]
     (tmp_path / "m.json").unlink()
-    assert command(*words, "--schedules", "1f1b")[2].endswith("m.json is not written: 1f1b is no search\n")
+    assert command(*words, "--schedules", "1f1b")[2].endswith(
+        "m.json is not written: 1f1b is not a schedule with a search\n"
+    )
     assert not (tmp_path / "m.json").exists()
 
 
@@ -218,7 +220,7 @@ def test_links_of_experts_are_of_the_gpu_or_given(command, slower):
     assert slow > 3 * fast
 
 
-BUSY = 4  # processes beside, more than this machine's cores or most of them
+BUSY = 4  # other processes that use the machine's cores
 DEEPSEEK = (
     "--num-layers 61 --hidden-size 7168 --seq-length 4096 --ffn-hidden-size 18432 --num-attention-heads 128 --swiglu "
     "--bf16 --multi-latent-attention --q-lora-rank 1536 --num-experts 256 --moe-router-topk 8 "
@@ -232,7 +234,7 @@ DEEPSEEK = (
 @pytest.mark.slow
 @pytest.mark.skipif(not EXHAUSTIVE, reason="takes minutes of all cores: MEGATRON_PP_EXHAUSTIVE=1 runs it")
 def test_deepseek_on_16_ranks_is_answered_on_a_busy_machine():
-    """Its processor time is that of 20 s on two quiet cores, three times as much where caches are shared."""
+    """It needs the processor time of 20 s on two idle cores; three times as much if caches are shared."""
     command = [sys.executable, "-m", "megatron_pp", "advise", "--gpu", "h100", "--data-parallel", "16", "--json"]
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BUSY)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -261,7 +263,7 @@ def test_sizes_beside_times_say_what_a_message_is(command):
     sizes = "--num-layers 8 --hidden-size 1000 --seq-length 1000 --bf16 --mtp-num-layers 1"
     words = (*COSTS[:-2], "--megatron-args", sizes, "--max-chunks", 1, "--schedules", "1f1b", "--json")
     slow, fast = (json.loads(command(*SMALL, *words, "--bandwidth", rate)[1])["recommended"] for rate in (2, 2e6))
-    assert slow["step_ms"] > fast["step_ms"] + 6  # 6 or more messages of 2 MB on the way of the first microbatch
+    assert slow["step_ms"] > fast["step_ms"] + 6  # the first microbatch waits for 6 or more messages of 2 MB
     assert slow["layout"].count("m") == 1
     given = json.loads(command(*SMALL, *words, "--bandwidth", 2, "--activation-mb", 2)[1])["recommended"]
     assert given["step_ms"] == slow["step_ms"]
@@ -282,11 +284,14 @@ def test_a_file_of_layers(command, tmp_path):
     taken = (534 + 8 * (10 + 2)) * 2**20 / 1e9  # a CUDA context, and channels with one neighbour
     assert best["communicators_and_context_gb"] == [pytest.approx(taken)] * 2
     assert best["memory_gb"][0] == pytest.approx(4 * 2 + 2 * 4 + taken, abs=0.05)
-    assert_refused(command(*SMALL, "--costs", path, "--static-gb", 1), 2, "--static-gb is in --costs FILE")
+    assert_refused(
+        command(*SMALL, "--costs", path, "--static-gb", 1), 2, "--static-gb cannot be given with --costs FILE"
+    )
 
 
 def test_outputs_that_stay_are_counted(command, tmp_path):
-    """GPipe of eight microbatches: the first rank keeps all outputs, and one where they go when they were sent."""
+    """GPipe with eight microbatches: the first rank keeps all outputs. If outputs are freed after their send, it keeps
+    one."""
     path = tmp_path / "layers.json"
     path.write_text(json.dumps({"layers": [{"count": 4, **TIMES, "activation_gb": 1}], "message_mb": 500}))
     words = ("--global-batch", 8, "--memory-gb", 200, "--costs", path, "--bandwidth", 1000, "--max-chunks", 1)
@@ -300,9 +305,9 @@ def test_outputs_that_stay_are_counted(command, tmp_path):
     ("content", "problem"),
     [
         ({"layers": [{"forward": 1}]}, "'forward' is not known"),
-        ({"layers": [TIMES], "mesage_mb": 1}, "'mesage_mb' is not known beside layers"),
-        ({"layers": None}, "layers is no list of objects"),
-        ({"layers": [["forward_ms", "backward_ms"]]}, "layers is no list of objects"),
+        ({"layers": [TIMES], "mesage_mb": 1}, "key 'mesage_mb' is not known"),
+        ({"layers": None}, "layers must be a list of objects"),
+        ({"layers": [["forward_ms", "backward_ms"]]}, "layers must be a list of objects"),
         ({"layers": []}, "no layers"),
         ({"layers": [TIMES], "message_mb": -1}, "message_mb is -1; it must be a number from 0 to 1e+18"),
         ({"layers": [{**TIMES, "forward_ms": "1"}]}, "forward_ms is '1'; it must be a number"),
@@ -312,7 +317,7 @@ def test_outputs_that_stay_are_counted(command, tmp_path):
         ({"layers": [{**TIMES, "count": 1.5}]}, "the count of a layer is 1.5; it must be a whole number"),
         ({"layers": [{**TIMES, "count": 0}]}, "the count of a layer is 0"),
         ({"layers": [{**TIMES, "count": 10**9}]}, "more than 100000 layers"),
-        ({"layers": [{**TIMES, "kind": ["decoder"]}]}, "a layer is of kind ['decoder']"),
+        ({"layers": [{**TIMES, "kind": ["decoder"]}]}, "the kind of a layer is ['decoder']"),
         ({"forward": [1, 1], "run": {"pipeline_size": "2"}}, "pipeline_size of run is '2'"),
         ({"forward": [1, 1], "units": {"time": "ms"}}, "memory was not measured"),
     ],
@@ -329,7 +334,7 @@ def test_what_was_measured_of_stages_counts_with_its_transfers_and_the_memory_th
     path.write_text(json.dumps(values))
     words = ("--global-batch", 1, "--memory-gb", 80, "--schedules", "1f1b", "--jobs", 1, "--costs", path)
     _, out, _ = command("advise", "-P", 2, *words, "--static-gb", "3,5", "--gloo")
-    assert "step 7 ms" in out  # 6 of compute, a message there and one back
+    assert "step 7 ms" in out  # 6 ms of compute, a message forward and a message back
     assert "memory of each rank 5, 7 GB, of 80\n" in out
     _, out, _ = command("advise", "-P", 2, *words)
     assert "parameters, gradients and optimizer states not counted (--static-gb)" in out
@@ -353,11 +358,11 @@ def test_memory_that_is_too_small_says_what_would_do(command):
     words = ("--memory-gb", 0.1, "--no-recompute", *FEW)
     code, out, err = command(*SMALL[:5], *SMALL[7:], *COSTS, *words)
     assert (code, out) == (1, "")
-    assert "nothing fits into 0.1 GB; the least that was found is 8.66 GB" in err
+    assert "nothing fits into 0.1 GB; the least memory that was found is 8.66 GB" in err
 
 
 def test_a_plan_that_fits_without_communicators_and_context_only_is_refused(command):
-    """Between two ranks 1F1B's channels take 0.1 GB, and ZB-V's 0.2; a context takes 0.56."""
+    """Between two ranks the channels of 1F1B take 0.1 GB, and those of ZB-V 0.2 GB. A CUDA context takes 0.56 GB."""
     words = ("-P", 4, "--global-batch", 8, "--jobs", 1, *COSTS[:6], "--activation-gb", 2, "--no-recompute", "--json")
 
     def found(memory, schedules, *more):
@@ -368,7 +373,7 @@ def test_a_plan_that_fits_without_communicators_and_context_only_is_refused(comm
     code, facts = found(8.5, "1f1b")
     assert (code, facts["recommended"]) == (1, None)
     assert facts["alternatives"][0]["refused"] == "needs 8.66 GB on rank 0"
-    # What is faster needs more communicators: it is refused where only the slower one's fit.
+    # The faster plan needs more communicators. It is refused if only those of the slower plan fit.
     _, both = found(8.9, "1f1b,zb_v")
     assert both["recommended"]["schedule"] == "1f1b"
     assert [one["refused"] for one in both["alternatives"] if one["schedule"] == "zb_v"] == ["needs 8.96 GB on rank 1"]
@@ -377,7 +382,7 @@ def test_a_plan_that_fits_without_communicators_and_context_only_is_refused(comm
 
 
 def test_the_costs_of_a_run(command, tmp_path):
-    """Two ranks' traces of one step of 1F1B, written as a run writes them."""
+    """The traces of two ranks for one step of 1F1B, written as a run writes them."""
     plan = build_plan(PlanSpec("1f1b", 2, 1, 4))
     result = simulate(plan, StageCosts.per_stage([2, 3], [2, 3], [2, 3]))
     write_traces(tmp_path, [result])

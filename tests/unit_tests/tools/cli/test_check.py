@@ -1,4 +1,4 @@
-"""``megatron-pp check``: what is refused before anything is read, and the list of commands."""
+"""``megatron-pp check``: refusals before anything is read, and the list of commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit_tests.tools.cli.conftest import assert_refused
         ("job.py", "the following arguments are required: --gpus"),
         ("--gpus 8", "the following arguments are required: JOB"),
         ("--gpus 8 --gpu h1000 job.yaml", "GPU 'h1000' is not known (did you mean h100?); it is one of v100"),
-        ("--gpus 8 --release new job.yaml", "'new' is no release of Megatron-core; one looks like 0.19.2"),
+        ("--gpus 8 --release new job.yaml", "'new' is not a release of Megatron-core; write it as 0.19.2"),
         ("--gpus 8 --patience never job.py", "'never' is not a number of seconds"),
         ("--gpus 8 --junit no/folder/check.xml job.yaml", "no/folder/check.xml: cannot be written"),
         (

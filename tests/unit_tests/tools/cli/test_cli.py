@@ -1,4 +1,4 @@
-"""The command: what ``plan`` and ``verify`` print and write, and how all of it refuses. Mostly in this process."""
+"""The output of ``plan`` and ``verify``, and refusals of all commands. Most tests run commands in this process."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_verify_says_what_is_wrong_with_a_file_and_where(command, tmp_path):
 
 
 def test_verify_under_the_rules_of_a_device(command, tmp_path):
-    """A plan by name is lowered for them; one from a file is refused where it was not."""
+    """A plan by name is lowered for these rules. A plan from a file is refused if it was not."""
     words = ("verify", "-s", "interleaved_1f1b", "-P", 2, "-M", 4)
     code, out, _ = command(*words, "--device", "static_buffers,one_queue", "--device", "device_sync")
     assert code == 0
@@ -133,11 +133,11 @@ def test_a_file_of_a_strangers_reaches_the_terminal_as_text_only(command, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plan", "verify", "simulate", "advise", "draw", "report"])
 def test_examples_in_help_run(command, tmp_path, monkeypatch, name):
-    """Every example that needs no trace, no arguments and no whole plan of the user's; "all" without the schedules that
-    are searched, which take ten seconds here and run in test_compare_all_names_what_cannot_be_had.
+    """Runs each example that needs no trace, no arguments and no plan of the user. "all" leaves out schedules with a
+    search: they take ten seconds here, and run in test_compare_all_names_what_cannot_be_had.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pipeline_search, "_FIRST", 60.0)  # seconds: on a loaded machine too a first plan is built
+    monkeypatch.setattr(pipeline_search, "_FIRST", 60.0)  # seconds; a first plan is built also on a loaded machine
     built = ",".join(name for name, family in SCHEDULES.items() if family.search is None)
     save_plan(build_plan(PlanSpec("1f1b", 2, 1, 4)), "mine.csv")
     code, said, _ = command(name, "--help")
@@ -151,7 +151,7 @@ def test_examples_in_help_run(command, tmp_path, monkeypatch, name):
 
 
 def test_as_a_module_it_needs_no_torch():
-    """``python -m megatron_pp``, with torch made impossible to import."""
+    """``python -m megatron_pp`` runs if torch cannot be imported."""
     code = (
         "import sys; sys.modules['torch'] = None; sys.argv = ['megatron-pp', 'draw', '-P', '2', '-M', '2'];"
         "import runpy; runpy.run_module('megatron_pp', run_name='__main__')"
@@ -196,7 +196,9 @@ def test_colours_are_left_out_where_the_environment_or_the_user_says_so(plain):
 
 @pytest.mark.slow
 def test_tensors_that_skip_stages_are_counted(command):
-    """arXiv 2603.15031, section 4.1: 496 blocks a microbatch without a cache, 220 with one; 31 and 8 on a hop."""
+    """arXiv 2603.15031, section 4.1, has 496 blocks per microbatch without a cache and 220 with a cache; on a hop 31
+    and
+    8."""
     line = ["-s", "interleaved_1f1b", "-P", "8", "-V", "4", "-M", "8", "--skip-tensors", "blocks"]
     head = command("plan", *line)[1].splitlines()[1]
     assert "220 sent per microbatch, at most 8 on a hop; without a cache 496 (31)" in head
@@ -252,7 +254,7 @@ def test_a_closed_output_is_no_error(monkeypatch):
 
 @pytest.mark.parametrize(("is_terminal", "lines"), [(True, 3), (False, 1)])
 def test_numbers_of_a_table_are_never_broken(monkeypatch, is_terminal, lines):
-    """Sentences are, on a terminal, and into parts that can be read however narrow it is."""
+    """Sentences are wrapped on a terminal, in columns that are wide enough to read on any terminal."""
     monkeypatch.delenv("COLUMNS", raising=False)
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=20, color_system=None)
     why = "waits for messages in flight, and then for late peers"
@@ -260,5 +262,5 @@ def test_numbers_of_a_table_are_never_broken(monkeypatch, is_terminal, lines):
     text = console.file.getvalue()
     assert "interleaved_zb V=4 M=128" in text
     assert "~12345.6" in text
-    words = [word for word in why.split() if word != "in"]  # which is in the name
+    words = [word for word in why.split() if word != "in"]  # this word is also in the name
     assert sum(any(word in line for word in words) for line in text.splitlines()) == lines

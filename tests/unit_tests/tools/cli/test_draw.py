@@ -28,14 +28,15 @@ def test_draw_grids_and_what_they_cost(command):
 
 
 def test_the_grids_table_counts_slots_by_what_operations_cost(command):
-    """F, I and W of a rank's share take 1 slot, a whole backward 2, half a share half: 1F1B takes 3 (M + P - 1)."""
+    """F, I and W of a rank's share of the model take 1 slot each, a whole backward takes 2, and half a share takes half
+    of that. So 1F1B takes 3 (M + P - 1)."""
     _, out, _ = command("draw", "--style", "grid", "-s", "1f1b,zb_h1,zb_v", "-P", 4, "-M", 4)
     assert "a microbatch on a rank takes F 1, B 2, I 1, W 1 slots" in " ".join(out.split())
     rows = {line.split()[0]: line.split() for line in out.splitlines() if "%" in line}
     assert rows["1f1b"] == ["1f1b", "21", *["9"] * 4, "42.9%", "4", "3", "2", "1", "4", "8", "8", "4"]
     assert rows["zb_h1"][1:6] == ["15", *["3"] * 4]
     assert rows["zb_v"][1:6] == ["13.5", *["1.5"] * 4]
-    assert rows["zb_h1"][7:11] == ["4"] * 4  # a waiting weight gradient is in flight too, as for simulate
+    assert rows["zb_h1"][7:11] == ["4"] * 4  # microbatches that wait for W count as in flight, as in simulate
 
 
 @pytest.mark.slow
@@ -49,7 +50,7 @@ def test_several_schedules_are_one_drawing(command, tmp_path):
         assert all(title in text for title in ("1f1b P=2 V=1 M=4", "zb_h1 P=2 V=1 M=4"))
     code, _, error = command("draw", "-s", "1f1b,zb_h1", "-P", 2, "-o", tmp_path / "a.json")
     assert (code, error.count("\n")) == (2, 1)
-    assert "a Chrome trace holds one schedule" in error
+    assert "a Chrome trace has one schedule" in error
 
 
 @pytest.mark.slow

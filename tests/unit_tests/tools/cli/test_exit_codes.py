@@ -1,4 +1,5 @@
-"""0 done, 1 the plan is refused, 2 no plan or wrong arguments: the same for every command and every kind of refusal."""
+"""Exit codes: 0 done, 1 the plan is refused, 2 no plan or wrong arguments. They are the same for all commands and all
+kinds of refusals."""
 
 from __future__ import annotations
 
@@ -51,12 +52,12 @@ def test_the_code_depends_on_the_file_alone(command, name, way, line):
         said = out + err
         assert said.count("\n") == 1
         assert ("refused: " in said) == (code == 1)
-        assert bool(out) == (code == 1 and line == "verify")  # whose answer it is
+        assert bool(out) == (code == 1 and line == "verify")  # for verify the refusal is the answer
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_plan_prints_what_can_be_read_and_run(command, name):
-    """Without verifying: a whole plan is printed as it is."""
+    """A whole plan is printed unchanged; it is not verified."""
     expected = 0 if name in ("no_wait.json", "no_receive.json") else FILES[name][1]
     code, out, err = command("plan", "--import", name)
     assert (code, bool(out), err.count("\n")) == (expected, expected == 0, int(expected != 0))

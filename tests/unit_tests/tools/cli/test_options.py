@@ -1,4 +1,5 @@
-"""No option is ignored: it changes the answer, or is refused by name. Sizes of a schedule file need not be given."""
+"""No option is ignored: it changes the answer, or it is refused by name. The sizes of a schedule file may be left
+out."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ SIMULATIONS = (
 
 
 def options_of(name: str) -> dict[str, str]:
-    """All options of a command that ask for something: name of the value -> spelling."""
+    """All options of a command that change its answer: name of the value -> spelling."""
     spelling = parse({name: COMMANDS[name]}, [name, "FOLDER"] if name == "report" else [name]).spelling
     return {dest: option for dest, option in spelling.items() if dest not in OUTSIDE}
 
@@ -72,13 +73,13 @@ def printed_by(command, line: str) -> str:
 
 
 def assert_not_ignored(command, line: str, option: str, before: str) -> None:
-    """``before``: what the line prints without the option."""
+    """Asserts that the option changes the output or is refused. ``before`` is the output without the option."""
     words = [option, VALUES[option]] if option in VALUES else [option]
     code, out, err = command(*shlex.split(line), *words)
     if code == 2:
         assert (out, err.count("\n")) == ("", 1)
     else:
-        group = re.compile(r" group=\d+")  # in the first line also where a schedule has no groups
+        group = re.compile(r" group=\d+")  # the first line has it also if the schedule has no groups
         assert group.sub("", out) != group.sub("", before), f"{line} {' '.join(words)}: ignored"
 
 
@@ -96,7 +97,7 @@ def test_options_of_a_plan(command, line):
 @pytest.mark.slow
 @pytest.mark.parametrize("line", SIMULATIONS)
 def test_options_of_a_simulation(command, line):
-    """Those that ``plan`` has are tested there: not each of them shows in a simulation's numbers."""
+    """Options of ``plan`` are tested with ``plan``, because some of them do not change a simulation's numbers."""
     before = printed_by(command, line)
     for dest, option in options_of("simulate").items():
         # --gloo: only there do both directions of a link meet. --keep-outputs: only there are they many at the peak.

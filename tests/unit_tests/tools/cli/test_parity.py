@@ -1,4 +1,4 @@
-"""``megatron-pp parity``: what is refused before anything runs."""
+"""``megatron-pp parity``: refusals before anything runs."""
 
 from __future__ import annotations
 

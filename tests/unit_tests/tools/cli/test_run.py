@@ -1,4 +1,4 @@
-"""``megatron-pp run``: the script runs as under Python itself, with the engine installed and our settings in force."""
+"""``megatron-pp run``: the script runs as with Python itself, with the engine installed and the given settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ AS_MAIN = "import sys\nfrom megatron_pp.tools.cli.run import load_module, load_s
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A script, a package, and a stand-in for Megatron-core elsewhere. The interpreter's state is restored."""
+    """A folder with a script and a package, and another folder with a stand-in for Megatron-core. The interpreter's
+    state
+    is restored afterwards."""
     for name in ("scripts/probe.py", "package/__init__.py", "package/__main__.py", "package/probe.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("" if name.endswith("__init__.py") else PROBE)
@@ -57,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def write_megatron(core: Path) -> None:
-    """Files named as Megatron-core's, with a release's signatures, which import each other as its files do."""
+    """Writes files with the names and signatures of a Megatron-core release. They import each other as its files do."""
     (core / "pipeline_parallel").mkdir(parents=True)
     (core / "__init__.py").write_text("import megatron.core.pipeline_parallel\n__version__ = '0.16.1'\n")
     (core / "parallel_state.py").write_text("")
@@ -111,7 +113,7 @@ def test_flags_behind_the_script_are_its_own(command: Callable[..., tuple[int, s
 def test_the_engine_is_installed_when_the_script_has_imported_megatron(
     command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a folder that only the script knows; and all names that it has imported are ours."""
+    """The script imports Megatron-core from a folder that only the script knows. All names that it imports are ours."""
     monkeypatch.setenv("MEGATRON_PP_MAX_PENDING_SENDS", "5")
     Path("settings.toml").write_text("p2p_timeout = 7\nmax_pending_sends = 6\nstrict = true")
     lines = (
@@ -150,7 +152,7 @@ def test_the_exit_code_is_the_scripts(command: Callable[..., tuple[int, str, str
 
 @pytest.mark.parametrize("error", ["ImportError('no apex')", "OSError(28, 'disk full')", "KeyboardInterrupt()"])
 def test_what_it_raises_is_raised(command: Callable[..., tuple[int, str, str]], error: str) -> None:
-    """Not reported in our words, as the errors of other commands are."""
+    """Unlike errors of other commands, they are not turned into a line of error."""
     with pytest.raises(type(eval(error))):
         command("run", script(IMPORT_MEGATRON, f"raise {error}"))
 
@@ -197,7 +199,7 @@ def test_help_has_groups_and_choices(command: Callable[..., tuple[int, str, str]
         (["none.py"], "none.py: there is no such file"),
         (["package"], "package: it is a folder, not a script"),
         *(
-            (["-m", name], f"-m {name}: there is no such module")
+            (["-m", name], f"-m {name}: there is no module of this name")
             for name in ("no_such_module", "package.none", "no_such.module", "scripts", "package/probe.py")
         ),
     ],
@@ -228,5 +230,5 @@ def test_a_missing_package_is_named_with_its_extra(
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
     monkeypatch.setattr(run, "prepare", prepare)
-    words = f"No module named {package!r}; `pip install '.[{extra}]'` gets it, and what goes with it"
+    words = f"No module named {package!r}; install it by `pip install '.[{extra}]'`"
     assert_refused(command("run", script()), 2, "megatron-pp run: ", words)

@@ -32,7 +32,7 @@ def test_simulate_under_the_rules_of_a_device(command):
 
 
 def test_several_modules_take_the_longest_way(command):
-    """Two replicas of an encoder side by side before two stages: a way of three."""
+    """Two parallel replicas of an encoder before two stages: the longest way has three stages."""
     line = ["--modules", "vision=0/1; llm=2,3; vision>llm", "-M", "8"]
     facts = json.loads(command("simulate", *line, "--forward-ms", "1", "--backward-ms", "2", "--json")[1])
     assert facts["makespan"] == pytest.approx((8 + 2) * 3)
@@ -45,7 +45,7 @@ def test_several_modules_take_the_longest_way(command):
 
 
 def test_an_encoder_in_the_bubbles_is_simulated_with_its_times(command):
-    """Its first forward and last backward show alone: 0.5 and 1 beside 5 microbatches of 3."""
+    """Only its first forward and last backward are exposed: 0.5 and 1, in addition to 5 microbatches of 3."""
     line = "simulate --modules 'vision*0.5/1=0; llm#1=0,1; vision>llm' -M 4 --json"
     facts = json.loads(command(*shlex.split(line))[1])
     assert facts["busy"] == [4 * 4.5, 4 * 3]
@@ -65,7 +65,8 @@ def test_simulate_gives_the_closed_form(command):
 
 @pytest.mark.parametrize("arguments", [["-V", "2"], ["-V", "1", "--sequence-slices", "4"]])
 def test_every_table_and_sentence_has_memory_in_microbatches_of_a_rank(command, arguments):
-    """As the README and the gallery have it, and the drawings: 5.5 with two chunks, 1.75 with four slices."""
+    """The unit is the same as in the README, the gallery and the drawings: 5.5 with two chunks, 1.75 with four
+    slices."""
     name, peak = ("interleaved_1f1b", "5.5") if arguments[1] == "2" else ("seq_1f1b", "1.75")
     plan = ["-s", name, "-P", "4", *arguments, "-M", "8"]
     assert f"activations of at most {peak} microbatches on a rank" in command("verify", *plan)[1]
@@ -87,7 +88,7 @@ def test_simulate_weighs_what_waits_for_weight_gradients(command):
     assert peak("--weight-share", "1") == 5.0  # one in flight, four waiting
     assert peak("--weight-share", "0.5") == 3.0
     assert peak() == pytest.approx(1 + 4 * 32 / 34)
-    assert peak(*model) > 4 * 15  # recomputed layers keep their input alone
+    assert peak(*model) > 4 * 15  # recomputed layers keep only their input
 
 
 def test_simulate_divides_a_ranks_time_over_its_chunks(command):
@@ -128,7 +129,7 @@ def test_compare_ranks_under_a_memory_limit(command):
 
 
 def test_a_limit_of_memory_is_one_of_communicators_and_context_too(command):
-    """1F1B of two ranks: each receives from one peer and sends to it, in 8 of NCCL's channels."""
+    """1F1B on two ranks: each rank receives from one peer and sends to it, over 8 NCCL channels."""
     arguments = ["simulate", "--compare", "1f1b", "-P", 2, "-M", 4, *MODEL, "--json"]
     peak, taken = json.loads(command(*arguments)[1])[0]["peak_bytes"], (534 + 8 * (10 + 2)) * 2**20
 
@@ -144,7 +145,7 @@ def test_a_limit_of_memory_is_one_of_communicators_and_context_too(command):
 
 
 def test_all_that_a_gpu_holds_is_one_table(command):
-    """ZB-V of four ranks: the inner ones have twice the neighbours of those at the turns."""
+    """ZB-V on four ranks: the inner ranks have twice as many neighbours as the first and the last."""
     line = ("simulate", "-s", "zb_v", "-P", 4, "-M", 8, "--layers", 16, *MODEL[2:], "--memory")
     facts = json.loads(command(*line, "--json")[1])
     memory = facts["memory"]
@@ -156,7 +157,7 @@ def test_all_that_a_gpu_holds_is_one_table(command):
     assert [one["communicators"] / 2**20 for one in memory] == [192, 384, 384, 192]
     assert {one["context"] for one in memory} == {534 * 2**20}
     _, out, _ = command(*line)
-    table = out[out.index("Memory of each rank's GPU when it holds most") :].splitlines()
+    table = out[out.index("Peak memory of each rank's GPU") :].splitlines()
     rows = [line for line in table if re.match(r" +[0-3] ", line)]
     assert len(rows) == 4
     for row, one in zip(rows, memory, strict=True):
@@ -170,7 +171,7 @@ def test_all_that_a_gpu_holds_is_one_table(command):
     host = json.loads(command(*line, "--offload-chunks", 1, "--json")[1])["memory"][0]["host"]
     assert re.search(rf"^ +0 .* {size_label(host)} +{size_label(2 * host)} $", out, re.MULTILINE)
     assert_refused(command(*line[:7], "--memory"), 2, "--memory needs the shape of the model")
-    assert_refused(command(*line, "--gloo", "--max-ctas", 2), 2, "--max-ctas is of GPUs")
+    assert_refused(command(*line, "--gloo", "--max-ctas", 2), 2, "--max-ctas is for GPUs")
 
 
 @pytest.mark.slow
@@ -192,7 +193,7 @@ def test_simulate_says_how_far_a_plan_is_from_the_bound(command):
 
 
 def test_the_memory_of_a_search_bounds_no_other_schedule(command):
-    """Collectives by cost have measured values as well, with the memory of 1F1B; zb_h2 takes more."""
+    """Collectives placed by cost also have measured values, with the memory of 1F1B; zb_h2 needs more memory."""
     plan = ["-P", 4, "-M", 12, "--p2p-ms", 0.5, "--json"]
     one = json.loads(command("simulate", "-s", "zb_h2", *plan, "--fsdp-collectives", "by_cost")[1])
     assert one["bound"]["step"] <= one["makespan"]
@@ -213,7 +214,7 @@ COSTS = ["--forward-ms", 1, "--backward-ms", 1.3, "--weight-ms", 0.8, "--p2p-ms"
 
 @pytest.mark.slow
 def test_auto_is_searched_for_the_costs_that_are_given(command):
-    """As from Python with the same values; without costs as ever."""
+    """The result is the same as from Python with the same values. Without costs it is that of the default values."""
     measured = Measured(1.0, 1.3, 0.8, backward=2.1, transfer=0.2, memory_limit=2.0, weight_activation=1.0)
     expected = build_plan(PlanSpec("auto", 2, 1, 6, measured=measured))
     step = simulate(expected, measured.costs(2), measured.network()).makespan
@@ -226,7 +227,7 @@ def test_auto_is_searched_for_the_costs_that_are_given(command):
 
 @pytest.mark.slow
 def test_auto_is_searched_under_the_memory_limit(command):
-    """Where 1F1B does not fit, ``auto`` does: its search knows the limit, and what messages take off it."""
+    """``auto`` fits if 1F1B does not: its search knows the limit and the memory of messages."""
     arguments = ["simulate", "--compare", "auto,1f1b", "-P", 2, "-V", 1, "-M", 4, *COSTS, *MODEL[:6], "--json"]
     rows = {c["schedule"]: c for c in json.loads(command(*arguments)[1])}
     limit, taken = rows["1f1b"]["peak_bytes"] - 2**20, (534 + 8 * (10 + 2)) * 2**20
@@ -257,7 +258,7 @@ bf16: true
 
 
 def test_a_job_of_megatrons_is_read_as_check_reads_it(command, tmp_path):
-    """Flags as one text, a shell script, and a file of a functional test say the same."""
+    """Flags as one text, in a shell script and in a file of a functional test give the same answer."""
     script, test = tmp_path / "job.sh", tmp_path / "model_config.yaml"
     script.write_text(f"torchrun pretrain_gpt.py {FLAGS}\n")
     pairs = re.findall(r"(--[\w-]+)(?: (\w+))?", FLAGS)
@@ -299,9 +300,9 @@ def test_options_overrule_a_job_of_megatrons(command):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--gpu", "h100"), "--gpu works out times from a model's sizes; it goes with --megatron-args"),
+        (("--gpu", "h100"), "--gpu needs --megatron-args: it estimates times from a model's sizes"),
         (("--megatron-args", FLAGS, "--gpu", "h100", "--p2p-ms", "1"), "--p2p-ms does not go with --gpu"),
-        (("--megatron-args", FLAGS, "--gpu", "h100", "-P", "2"), "does not go with --gpu, whose times are of the job"),
+        (("--megatron-args", FLAGS, "--gpu", "h100", "-P", "2"), "does not go with --gpu, whose times are for the job"),
         (("--megatron-args", FLAGS, "--modules", "a=0;b=1;a>b"), "does not go with --megatron-args"),
         (("--megatron-args", f"{FLAGS} --swiglu", "--memory"), "--memory needs a plain transformer"),
         (("--megatron-args", f"{FLAGS} --num-experts 8", "--memory"), "--memory needs a plain transformer"),

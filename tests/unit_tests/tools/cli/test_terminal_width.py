@@ -1,6 +1,7 @@
-"""What commands print on a terminal of 80 and of 120 columns: lines end between words, tables stay whole, commands can
-be pasted, names of instructions are explained, and nothing of other libraries comes between. Into a pipe a line goes as
-it is.
+"""The output of commands on terminals of 80 and 120 columns. Lines are broken between words, tables stay whole,
+commands
+can be pasted, names of instructions are explained, and other libraries print nothing. Lines into a pipe are not
+wrapped.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ for command in json.loads(sys.argv[1]):
 
 
 def _on_a_terminal(width: int, folder: Path) -> dict[str, list[str]]:
-    """The lines of each command, both of its streams."""
+    """The lines that each command prints, on both of its streams."""
     terminal, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
@@ -80,7 +81,7 @@ def _on_a_terminal(width: int, folder: Path) -> dict[str, list[str]]:
         os.close(terminal)
         assert run.wait(timeout=120) == 0, seen.decode()[-2000:]
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode()).replace("\r\n", "\n")
-    texts = [one.rpartition("\r")[2] for one in text.split(f"{_END}\n")]  # behind what a bar of progress has left
+    texts = [one.rpartition("\r")[2] for one in text.split(f"{_END}\n")]  # after the rest of a progress bar
     return {name: one.strip("\n").split("\n") for name, one in zip(COMMANDS, texts, strict=False)}
 
 
@@ -172,7 +173,7 @@ def test_columns_that_do_not_fit_go_below_behind_the_first_one(
 
 
 def _memory_rows(lines: list[str]) -> list[list[str]]:
-    start = next(k for k, line in enumerate(lines) if line.startswith("Memory of each rank's GPU"))
+    start = next(k for k, line in enumerate(lines) if line.startswith("Peak memory of each rank's GPU"))
     return [line.split() for line in lines[start:] if re.match(r"  [0-3] ", line)]
 
 
