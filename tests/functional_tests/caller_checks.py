@@ -1,9 +1,9 @@
-"""Callers of Megatron's schedules, on ranks: each runs under Megatron's and under this engine, and gives the same bits.
+"""Programs that call Megatron's schedules, on ranks: each runs under Megatron's and under this engine with equal bits.
 
-Stand-ins of the places where verl (`megatron_actor.py`, `engine/megatron/transformer_impl.py`) and slime
-(`megatron_utils/model.py`, `reloadable_process_group.py`) call them: forward-only calls between training steps, of
-several models. Megatron's own FullCudaGraphWrapper, before it captures. A stand-in of PagedStashRunner, which the main
-branch has.
+They imitate the places where verl (`megatron_actor.py`, `engine/megatron/transformer_impl.py`) and slime
+(`megatron_utils/model.py`, `reloadable_process_group.py`) call the schedules: forward-only calls between training
+steps, of several models. The module also checks Megatron's own FullCudaGraphWrapper before it captures, and an
+imitation of PagedStashRunner from Megatron's main branch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fetched(source: str) -> Any:
 
 
 def equal_under_both(rollout: Rollout, case: Case) -> int:
-    """The number of tensors that are equal, with the engine installed before the framework's import and after it."""
+    """Return the number of tensors, equal with the engine installed before the framework's import and after it."""
     megatron_lab.set_up_parallel_state(case)
     theirs = rollout(fetched(VERL), case)
     early = fetched(VERL)
@@ -65,8 +65,8 @@ def verl(case: Case) -> int:
 
 
 def verl_rollouts(framework: Any, case: Case) -> list[torch.Tensor]:
-    """A reference, a critic of another size and an actor in one process. Each step has another number of microbatches
-    of other lengths; shapes travel ahead, so `seq_length` and `micro_batch_size` are 1."""
+    """Run a reference, a critic of another size and an actor in one process. Each step has a different number of
+    microbatches of different lengths; their shapes are sent ahead, so `seq_length` and `micro_batch_size` are 1."""
     actor, reference = megatron_lab.Run(case), megatron_lab.Run(case)
     critic = megatron_lab.Run(dataclasses.replace(case, model=dataclasses.replace(case.model, **SMALL)))
     found: list[torch.Tensor] = []
@@ -110,7 +110,7 @@ def verl_call(framework: Any, run: megatron_lab.Run, data: list[torch.Tensor], f
 
 
 class DataIterator:
-    """slime's: no iterator of Python's; every chunk has one, also the only chunk."""
+    """slime's data iterator, which is not an iterator of Python. Each chunk has one, even a rank's only chunk."""
 
     def __init__(self, data: list[torch.Tensor]) -> None:
         self.data, self.offset = data, 0
@@ -128,8 +128,8 @@ def slime(case: Case) -> int:
 
 
 def slime_rollouts(framework: Any, case: Case) -> list[torch.Tensor]:
-    """One model, into which the weights of reference and actor are copied in turn. A call of several steps' numbers of
-    microbatches reads on in the same iterators."""
+    """Copy the weights of the reference and of the actor in turn into one model. The calls of one pass have different
+    numbers of microbatches, and read on in the same iterators."""
     run, counts = megatron_lab.Run(case), [4, 2]
     actor = {name: value.clone() for name, value in run.parameters().items()}
     reference = {name: value * 0.5 for name, value in actor.items()}
@@ -188,8 +188,9 @@ def slime_call(framework: Any, run: megatron_lab.Run, iterators: list[Any], coun
 
 
 def whole_step_wrapper(case: Case) -> list[Any]:
-    """Megatron's wrapper, which reads all batches ahead and passes iterators as a list: where its config says nothing
-    of graphs the engine runs the steps, else Megatron's own schedule. What `strict` says of them."""
+    """Check Megatron's wrapper, which reads all batches ahead and passes iterators as a list. If the config does not
+    ask for CUDA graphs, the engine runs the steps; else Megatron's own schedule does. Return the number of equal
+    tensors, and the error that `strict` raises with graphs."""
     count = equal_under_both(wrapped_steps, case)
     run = megatron_lab.Run(case)
     fields = {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration]}
@@ -222,7 +223,7 @@ def wrapped_call(framework: Any, run: megatron_lab.Run, step: int) -> list[Any]:
 
 
 def arguments_of(run: megatron_lab.Run, forward_step: Any, data: list[Any]) -> dict[str, Any]:
-    """As Megatron's training loop has them: without chunks one iterator, and a list of one model."""
+    """Return arguments as in Megatron's training loop: without virtual stages one iterator, and a list of a model."""
     iterators = [iter(data) for _ in run.chunks]
     return {
         "forward_step_func": forward_step,
@@ -237,8 +238,8 @@ def arguments_of(run: megatron_lab.Run, forward_step: Any, data: list[Any]) -> d
 
 
 class StashRunner:
-    """What PagedStashRunner does around a schedule: it keeps the batches, and where a buffer was too small it clears
-    gradients and runs the step once more."""
+    """Does what PagedStashRunner does around a schedule: keep the batches, and, as after a buffer that was too small,
+    clear the gradients and run the step again."""
 
     def __init__(self, run: megatron_lab.Run, function: Callable[..., Any]) -> None:
         self.run, self.function = run, function
@@ -270,7 +271,7 @@ def stashed_steps(framework: Any, case: Case) -> list[torch.Tensor]:
 
 
 class ReloadableGroup(dist.ProcessGroup):
-    """slime's: stands for a group that is destroyed while the GPUs generate, and made anew; no group itself."""
+    """slime's group: it holds a group that is destroyed while the GPUs generate and made again afterwards."""
 
     def __init__(self, ranks: list[int]) -> None:
         super().__init__(rank=ranks.index(dist.get_rank()), size=len(ranks))
@@ -289,7 +290,7 @@ QUERIES = ("get_rank", "get_world_size", "get_global_rank", "get_process_group_r
 
 
 def taking_inner(function: Callable[..., Any]) -> Callable[..., Any]:
-    """slime puts such a function in the place of each of torch's."""
+    """Return ``function`` for the groups that reloadable groups hold; slime replaces each of torch's functions so."""
 
     def inner(one: Any) -> Any:
         return one.group if isinstance(one, ReloadableGroup) else one
@@ -298,8 +299,8 @@ def taking_inner(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reloaded_groups(case: Case) -> int:
-    """Steps before and after reloads of the pipeline's group, before one of which its channels are given back; the
-    number of tensors that are equal."""
+    """Run steps before and after reloads of the pipeline's group. Its communicator is closed before the second reload.
+    Return the number of tensors, which are equal."""
     megatron_lab.set_up_parallel_state(case)
     theirs = wrapped_steps(fetched(VERL), case)
     plain = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP
@@ -334,7 +335,7 @@ def kept_communicators() -> list[Any]:
 
 
 def swapped_chunks(case: Case) -> str:
-    """What a step under the engine raises on this rank, whose first rank has its model chunks in the other order."""
+    """Return this rank's error in a step under the engine. The first rank has its model chunks in the wrong order."""
     megatron_lab.set_up_parallel_state(case)
     with megatron_core.installed(strict=True):
         run = megatron_lab.Run(case)

@@ -1,8 +1,8 @@
 """A program that ends while a thread of the package is inside a C++ call of torch:
 ``python -m tests.functional_tests.ending_program WHAT``.
 
-abort      the guard's watchdog aborts the communicator
-transfer   a channel's thread follows a receive, whose sender is killed while the interpreter finalises
+abort      the guard's watchdog is aborting the communicator
+transfer   a channel's thread waits for a message, whose sender is killed while the interpreter finalises
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_pp.testing.toy import toy_config
 
 
 class Finalisation:
-    """Kills the peer and lasts a while: the thread comes back to an interpreter that is ending."""
+    """Kills the peer and then sleeps for 1 s, so that the thread returns from C++ while the interpreter finalises."""
 
     def __init__(self) -> None:
         self.peer = 0
@@ -44,7 +44,7 @@ finalisation = Finalisation()
 
 
 def abort() -> None:
-    """Slow, as one of many peers is."""
+    """Take 0.7 s in a C++ call, as an abort with many peers does."""
     store, this = dist.HashStore(), threading.current_thread()
     if this is not threading.main_thread():
         called.set()

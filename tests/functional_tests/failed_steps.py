@@ -1,7 +1,7 @@
 """Steps that fail on a rank, by the part of the library that runs them; for ``test_nothing_kept_of_failures.py``.
 
-Each ``of_...`` makes a model, takes steps up to the one that fails, and returns this rank's error in words. What it
-made goes when it returns.
+Each ``of_...`` makes a model, takes steps up to the one that fails, and returns this rank's error as text. All that it
+made is freed when it returns.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ ONE_CHUNK = ("1f1b", "zb_h1", "seq_1f1b", "gpipe", "vocab_1f1b", "vocab_1f1b_alg
 class Trial(NamedTuple):
     """One rank of a step that fails.
 
-    rank              in the pipeline
-    fault             of one rank of the pipeline
-    group             of the pipeline
-    communicator_of   makes a communicator of ``group`` for a config
-    shards            stages are sharded over it, by FSDP2
-    seen              gets the memory of all inputs and outputs of stages
+    rank              rank in the pipeline
+    fault             the fault, on one rank of the pipeline
+    group             the process group of the pipeline
+    communicator_of   makes a communicator on ``group`` for a config
+    shards            the mesh over which FSDP2 shards the stages, or None
+    seen              collects the memory of all inputs and outputs of stages
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Trial(NamedTuple):
         return Trigger(self.fault if self.fault.rank == self.rank else None, lambda: None)
 
     def timeouts(self) -> dict[str, Any]:
-        """Fields of a config: little time where an operation takes too long."""
+        """Return the config's timeouts, which are short if the fault is an operation that takes too long."""
         slow = self.fault.kind == DELAY
         return {"p2p_timeout": 2.0 if slow else 20.0, "compute_timeout": 3.0 if slow else None}
 
@@ -70,7 +70,7 @@ class Trial(NamedTuple):
 
 
 class WatchedBlock(FaultyBlock):
-    """A stage that notes the memory of its inputs and outputs in ``seen``, and takes named tensors."""
+    """A stage that appends the memory of its inputs and outputs to ``seen``, and accepts named tensors."""
 
     def __init__(self, stage: int, chunk: int, trigger: Trigger, seen: list[StorageWeakRef]) -> None:
         super().__init__(stage, chunk, trigger)
@@ -83,7 +83,7 @@ class WatchedBlock(FaultyBlock):
 
 
 class MakingBlock(WatchedBlock):
-    """The first stage gives one tensor more, ``a``, to the last one."""
+    """The first stage also sends a named tensor, ``a``, to the last one."""
 
     def forward(self, x: torch.Tensor, **named: torch.Tensor) -> Any:
         y = super().forward(x, **named)
@@ -91,13 +91,13 @@ class MakingBlock(WatchedBlock):
 
 
 def chunks_of(schedule: str) -> int:
-    """The chunks that a rank has here."""
+    """Return the number of chunks of a rank under ``schedule`` in these tests."""
     family = find_family(schedule)
     return 1 if family.name in ONE_CHUNK else family.chunks or 2
 
 
 def error_of(run: Callable[[], Any], trigger: Trigger, blocks: list[WatchedBlock]) -> str:
-    """What ``run``, a step, raises in one of ``STEPS`` steps, in words."""
+    """Call ``run``, which takes a step, ``STEPS`` times, and return the error as text, or "no error"."""
     try:
         for step in range(1, STEPS + 1):
             trigger.step = step
@@ -110,7 +110,8 @@ def error_of(run: Callable[[], Any], trigger: Trigger, blocks: list[WatchedBlock
 
 
 def of_the_library(trial: Trial, *, tokens: int = 4, splits: bool = False, makes: bool = False, **fields: Any) -> str:
-    """``tokens``: of a microbatch; ``splits``: backwards; ``makes``: a named tensor; ``fields``: of the config."""
+    """Run the library's own steps. ``tokens``: tokens of a microbatch; ``splits``: split backwards; ``makes``: the
+    first stage makes a named tensor; ``fields``: fields of the config."""
     chunks = chunks_of(fields.get("pipeline_schedule", "1f1b"))
     with tempfile.TemporaryDirectory() as folder:
         if "trace_dir" in fields:
@@ -129,7 +130,7 @@ def of_the_library(trial: Trial, *, tokens: int = 4, splits: bool = False, makes
 
 
 class OutputStage(torch.nn.Module):
-    """A watched stage, and this rank's rows of the output layer."""
+    """A watched stage, followed by this rank's rows of the output layer."""
 
     def __init__(self, rank: int, trigger: Trigger, seen: list[StorageWeakRef]) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ def of_a_split_output_layer(trial: Trial, schedule: str) -> str:
 
 
 class ModulesModel(torch.nn.Module):
-    """The stages of one chunk of a rank in a pipeline of several modules."""
+    """The stages of one chunk of a rank, in a pipeline of several modules."""
 
     def __init__(self, stages: dict[str, WatchedBlock], config: Any) -> None:
         super().__init__()
@@ -189,7 +190,7 @@ class ModulesModel(torch.nn.Module):
 
 
 def of_several_modules(trial: Trial, modules: tuple[Module, ...]) -> str:
-    """An encoder, whose output goes to a language model."""
+    """Run steps of an encoder whose output goes to a language model."""
     pipeline = ModulesPipeline(modules, {"vision": ["llm"]})
     config, trigger, data = trial.config(variable_seq_lengths=True), trial.trigger(), ToyData(MICROBATCHES)
     here = [one for one in modules if any(trial.rank in ranks for stages in one.ranks for ranks in stages)]

@@ -1,7 +1,7 @@
 """``scripts/train.py`` with two faults: torchrun -m tests.functional_tests.faulty_train RANK READ VALIDATED FLAGS.
 
-Both are on rank RANK. The process is killed as it reads its READth microbatch to learn from (from 1). After torchrun
-has started the ranks again, reading the VALIDATEDth microbatch to validate on raises OSError.
+Both are on rank RANK. The process is killed when it reads its READth training microbatch, counted from 1. After
+torchrun has started the ranks again, reading the VALIDATEDth validation microbatch raises OSError.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from examples.gpt.program import VALIDATION_SEED, main
 
 
 class Fault:
-    """Strikes at the ``left``th call: by ``number``, or by an OSError without one."""
+    """Happens at the ``left``th call: the signal ``number`` to this process, or an OSError if ``number`` is None."""
 
     def __init__(self, left: int, number: signal.Signals | None = None) -> None:
         self.left, self.number = left, number
 
     def call(self) -> None:
-        """One call of what the fault is in."""
+        """Count one call of the function that has the fault."""
         self.left -= 1
         if self.left == 0:
             if self.number is None:
@@ -38,7 +38,7 @@ class Fault:
 
 
 def put_into_data(fault: Fault, validation: bool) -> None:
-    """Into the microbatches to learn from, or to validate on."""
+    """Put ``fault`` into the reading of training microbatches, or of validation microbatches if ``validation``."""
     read: Callable[..., Any] = SampleOrder.microbatch
 
     def microbatch(self: SampleOrder, *args: Any) -> Any:
@@ -50,7 +50,7 @@ def put_into_data(fault: Fault, validation: bool) -> None:
 
 
 def put_into_optimizer(fault: Fault) -> None:
-    """Into the optimizer's steps, between those of the pipeline."""
+    """Put ``fault`` into the optimizer's steps, which are between the steps of the pipeline."""
     step: Callable[..., Any] = NamedAdamW.step
 
     def stepping(self: NamedAdamW, *args: Any) -> None:

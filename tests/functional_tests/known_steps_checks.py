@@ -1,4 +1,4 @@
-"""Microbatches by Megatron's own `forward_step` and `backward_step`, and by what stands for them where they are known.
+"""Microbatches run by Megatron's own `forward_step` and `backward_step`, and by `KnownSteps`, which replaces them.
 
 Runs inside the processes of testkit/megatron/runner.py.
 """
@@ -55,7 +55,7 @@ class Layer(torch.nn.Module):
 
 
 class Stage(torch.nn.Module):
-    """Multiplies the sum of what it is given by a weight, and writes down what a schedule does to it."""
+    """Multiplies the sum of its inputs by a weight, and writes down what a schedule does to it."""
 
     def __init__(self, lines: list[str], scenario: dict[str, Any]) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def _config(lines: list[str], scenario: dict[str, Any]) -> Any:
 
 
 def _call(lines: list[str], scenario: dict[str, Any]) -> Any:
-    """What the two read of a Step."""
+    """Return a Step with the attributes that both of them read."""
     chunk: Any = Stage(lines, scenario)
     for _ in range(scenario.get("wrappers", 1)):
         chunk = Wrapper(chunk, lines)
@@ -157,7 +157,7 @@ def _call(lines: list[str], scenario: dict[str, Any]) -> Any:
 
 
 def _bits(value: Any) -> Any:
-    """Equal for what is equal to the last bit, of one type and one shape."""
+    """Return a value that is equal for two tensors of equal bits, type and shape."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.detach().double().tolist(), value.requires_grad
     if isinstance(value, (list, tuple)):
@@ -166,7 +166,7 @@ def _bits(value: Any) -> Any:
 
 
 def microbatches(kind: type[KnownSteps] | type[MegatronSteps], scenario: dict[str, Any]) -> list[Any]:
-    """What two microbatches give, and what is called for them, in order."""
+    """Return the results of two microbatches, and the calls that were made for them, in order."""
     lines: list[Any] = []
     call, last, inputs = _call(lines, scenario), scenario.get("is_last", False), scenario.get("inputs", 1)
     options = StepOptions(3, [last], cp_size=scenario.get("cp_size", 1), forward_only=call.inputs.forward_only)
@@ -195,7 +195,7 @@ def microbatches(kind: type[KnownSteps] | type[MegatronSteps], scenario: dict[st
 
 
 def run_as_megatrons(case: Case) -> None:
-    """Numbers, reports and calls are Megatron's own, in every scenario, and functions that are replaced are called."""
+    """Assert that numbers, reports and calls are Megatron's in each scenario, and replaced functions are called."""
     assert load_megatron().has_known_steps()
     for name, scenario in SCENARIOS.items():
         theirs = microbatches(MegatronSteps, scenario)

@@ -1,6 +1,6 @@
-"""Checks of the Megatron-core plug-in that run on ranks, inside the processes of testkit/megatron/runner.py.
+"""Checks of the Megatron-core plug-in that run on ranks, in the processes of testkit/megatron/runner.py.
 
-Each takes a case, asserts, and returns what the test wants to know of this rank.
+Each takes a case, asserts, and returns what its test compares between ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from testkit.megatron.cases import Case
 
 
 def installed_release(case: Case) -> dict[str, Any]:
-    """The table's row for what is installed, after its signatures have been checked."""
+    """Return the table's row for the installed release, after its signatures have been checked."""
     megatron = megatron_release.load_megatron()
     assert megatron.row == megatron_versions.row_of(megatron.version)
     assert megatron.unknown_reads is None
@@ -46,7 +46,7 @@ def installed_release(case: Case) -> dict[str, Any]:
 
 
 def names_are_replaced_and_restored(case: Case) -> None:
-    """What `get_forward_backward_func` returns is the named function, in the modules of scripts too."""
+    """Assert that `get_forward_backward_func` returns the named function, also in modules that have imported it."""
     megatron_lab.set_up_parallel_state(case)
     originals, signatures = _named(), {name: inspect.signature(function) for name, function in _named().items()}
     script = types.ModuleType("a_training_script")
@@ -84,7 +84,7 @@ def context_manager_restores_what_was(case: Case) -> None:
 
 
 def schedules_are_chosen_as_megatron_does(case: Case) -> list[str]:
-    """The names of Megatron's functions that ours stand for, with and without a pipeline and chunks."""
+    """Return the names of Megatron's functions that ours replace, with and without a pipeline and virtual stages."""
     megatron_lab.set_up_parallel_state(case)
     with megatron_core.installed():
         names = [schedules.get_forward_backward_func().__name__]
@@ -94,7 +94,7 @@ def schedules_are_chosen_as_megatron_does(case: Case) -> list[str]:
 
 
 class _Fake:
-    """In place of one of Megatron's schedules, to see that a call has been handed back to it."""
+    """Replaces one of Megatron's schedules, to notice that a call was handed back to it."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -127,7 +127,7 @@ def with_fields(config: Any, fields: dict[str, Any]) -> Iterator[None]:
 
 
 def call_schedule(run: megatron_lab.Run, **changed: Any) -> list[Any]:
-    """One forward-only call of the schedule with this run's model, with ``changed`` arguments."""
+    """Call the schedule once, forward-only, with this run's model and with ``changed`` arguments."""
     arguments: dict[str, Any] = {
         "forward_step_func": lambda data_iterator, model: megatron_lab.forward_step(False, data_iterator, model),
         "data_iterator": iter(megatron_lab.batches(run.case, 0)),
@@ -150,9 +150,9 @@ def _subclassed(kind: type, **changed: Any) -> Any:
 
 
 def unserved_steps_are_handed_back(case: Case) -> list[str]:
-    """Every kind of step that the engine does not serve: Megatron's own function gets the arguments.
+    """Assert that Megatron's own function gets the arguments of each kind of step that the engine does not serve.
 
-    One warning each.
+    Return the warnings, one for each kind.
     """
     run = megatron_lab.Run(case)
     unserved: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -202,7 +202,7 @@ def raised(kind: type[Exception], words: str, function: Any) -> str:
 
 
 def impossible_arguments_are_errors(case: Case) -> list[str]:
-    """Each contradiction raises on every rank before anything is sent, and afterwards a step still runs."""
+    """Assert that each contradiction raises on every rank before a message is sent, and that a step runs afterwards."""
     run = megatron_lab.Run(case)
     one = iter(())
     messages = []
@@ -253,7 +253,7 @@ def parallel_state_is_not_initialised(case: Case) -> str:
 
 
 def distributed_is_not_initialised(case: Case) -> str:
-    """Ends this rank's process group, so nothing else can run on these processes."""
+    """Destroy this rank's process group and return the error; these processes can run no other check afterwards."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -262,9 +262,9 @@ def distributed_is_not_initialised(case: Case) -> str:
 
 
 def own_groups_and_communicator_are_taken(case: Case) -> list[float]:
-    """The caller passes process groups and Megatron's communicator, as multi-model training scripts do; the losses.
+    """Pass process groups and Megatron's communicator, as scripts that train several models do. Return the losses.
 
-    Groups that the release asks for and that are missing are an error at once, not after the step.
+    If a group that the release needs is missing, the call raises at once, not after the step.
     """
     run = megatron_lab.Run(case)
     megatron = megatron_release.load_megatron()
@@ -295,7 +295,7 @@ class _Teacher(torch.nn.Module):
         return self.layer(data)
 
     def step(self) -> list[torch.Tensor]:
-        """By the schedule without a pipeline; losses and gradient."""
+        """Run a step by the schedule without a pipeline, and return the losses and the gradient."""
         reports = schedules.forward_backward_no_pipelining(
             forward_step_func=lambda data, model: (model(next(data)), lambda o: (o.mean(), {"loss": o.detach()[0]})),
             data_iterator=iter(torch.arange(12.0).view(3, 1, 4)),
@@ -308,8 +308,9 @@ class _Teacher(torch.nn.Module):
 
 
 def a_rank_runs_a_model_of_its_own(case: Case) -> int | None:
-    """Between steps of a pipeline in a V, which the settings are for, on one rank; its number of tensors, equal to
-    those by Megatron's own function. None under 0.14, whose models cannot be built for a V."""
+    """Run a model of one rank between steps of a pipeline in a V, for which the settings are. Return the number of its
+    tensors, which are equal to those by Megatron's own function; None under 0.14, whose models cannot be built for a
+    V."""
     if megatron_release.load_megatron().row.release < (0, 15):
         return None
     with megatron_core.installed(strict=True):
@@ -328,7 +329,7 @@ def a_rank_runs_a_model_of_its_own(case: Case) -> int | None:
 
 
 def checkpointed_microbatches(case: Case) -> list[list[Any]]:
-    """The checkpointing arguments that forward_step_func gets, under Megatron's schedule and under ours."""
+    """Return the checkpointing arguments that forward_step_func gets under Megatron's schedule and under ours."""
     received: list[list[Any]] = []
     run = megatron_lab.Run(case)
     run.config.num_microbatches_with_partial_activation_checkpoints = 1
@@ -345,7 +346,8 @@ def checkpointed_microbatches(case: Case) -> list[list[Any]]:
 
 
 def outputs_that_a_hook_reads_keep_their_data(case: Case) -> list[float]:
-    """The largest gradient of two steps under our engine, outputs freed and kept, which are equal to the last bit."""
+    """Run two steps under our engine, one that frees outputs and one that keeps them. Assert equal bits, and return the
+    largest absolute value of each gradient."""
     run = megatron_lab.Run(case)
     gradients = []
 
@@ -367,10 +369,10 @@ def outputs_that_a_hook_reads_keep_their_data(case: Case) -> list[float]:
 
 
 def shapes_are_those_of_the_release(case: Case) -> list[float]:
-    """A release whose stages give each other more than its hidden size says, as hyper-connections do; the losses.
+    """Run under a release whose stages send more than the hidden size, as hyper-connections do. Return the losses.
 
-    Its function says so for all ranks alike, or, as on Megatron's branch dev, for what a rank receives or sends: wider
-    between stages, and of the hidden size where the pipeline begins and ends.
+    Its function gives one shape for all ranks, or, as on Megatron's branch dev, one for what a rank receives and one
+    for what it sends: wider between stages, and of the hidden size where the pipeline begins and ends.
     """
     run = megatron_lab.Run(case)
     theirs, streams = schedules.get_tensor_shapes, 3
@@ -406,13 +408,14 @@ def shapes_are_those_of_the_release(case: Case) -> list[float]:
 
 
 def interleaved_shapes_ignore_the_decoders_length(case: Case) -> int:
-    """As in Megatron's interleaved schedule; the number of reports."""
+    """Assert what the name says, as in Megatron's interleaved schedule. Return the number of reports."""
     with megatron_core.installed():
         return len(call_schedule(megatron_lab.Run(case), decoder_seq_length=1))
 
 
 def evaluation_leaves_autograd_as_it_is(case: Case) -> list[bool]:
-    """A forward that takes a gradient, as one of forces does; whether stages had gradients enabled and disabled."""
+    """Evaluate with a forward that computes a gradient, as a model of forces does. Return whether gradients were
+    enabled and disabled in stages."""
     run = megatron_lab.Run(case)
     before = {name: grad.clone() for name, grad in run.gradients().items()}
     seen: list[bool] = []
@@ -437,7 +440,7 @@ def evaluation_leaves_autograd_as_it_is(case: Case) -> list[bool]:
 
 
 def evaluation_gives_graphs_back(case: Case) -> int:
-    """The most graphs of forwards that were alive at the start of another one: none is kept for a send."""
+    """Return the most graphs of forwards that were alive when another forward began: none is kept for a send."""
     run = megatron_lab.Run(case)
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
@@ -457,7 +460,7 @@ def evaluation_gives_graphs_back(case: Case) -> int:
 
 
 class _Keeping(torch.autograd.Function):
-    """A node of the graph that keeps `held` alive."""
+    """A node of the autograd graph that keeps `held` alive."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, held: torch.Tensor) -> torch.Tensor:

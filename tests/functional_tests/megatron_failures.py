@@ -1,9 +1,10 @@
-"""A rank of a Megatron job fails where its step is nearly over: in the finalisation of gradients, in the optimizer.
+"""Jobs of Megatron in which a rank fails at the end of its step: in the finalisation of gradients, or in the optimizer.
 
     python -m tests.functional_tests.megatron_failures '[["finalize", "raise", 1, "file", 0], ...]'
 
-Each case is a place, a fault, the rank, who holds the store, and metrics=N; the ranks are forked from this process. One
-line of JSON per case: by rank, what it raised and after how many seconds, null for a rank that ended without a word.
+Each case is a place, a fault, the rank that fails, the kind of store, and metrics=N. The ranks are forked from this
+process. The program prints one line of JSON per case: for each rank its error and after how many seconds it came, or
+null for a rank that ended without an error.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FAULT_STEP = 1
 
 
 def train(place: str, how: str, here: bool, metrics: int) -> None:
-    """Steps of a GPT of Megatron's, the last of which fails on the rank that is ``here``."""
+    """Take steps of Megatron's GPT. Step ``FAULT_STEP`` fails on the rank that gets ``here``."""
     from megatron_pp.integrations import megatron_core
     from testkit.megatron import lab
     from testkit.megatron.cases import Case, Model
@@ -46,7 +47,7 @@ def train(place: str, how: str, here: bool, metrics: int) -> None:
 
 
 def _with_a_writer() -> None:
-    """As Megatron's training loop has it: on the last rank."""
+    """Set Megatron's TensorBoard writer on the last rank, as its training loop does."""
     import torch.distributed as dist
 
     loop: Any = ModuleType("megatron.training.global_vars")
@@ -100,7 +101,7 @@ def _rank(rank: int, case: list[Any], folder: str, port: int, pipe: Connection) 
 
 
 def run_case(case: list[Any], port: int) -> list[Any]:
-    """What each rank said."""
+    """Run the case, and return the error, the seconds and the last log lines of each rank, or None for a silent one."""
     context = get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []

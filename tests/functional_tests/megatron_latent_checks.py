@@ -1,5 +1,5 @@
-"""Megatron-core's multi-latent attention on two tensor-parallel ranks beside one process, with the same weights: which
-gradients differ. Runs on ranks in the processes of testkit/megatron/runner.py.
+"""Compares Megatron-core's multi-latent attention on two tensor-parallel ranks with one process of the same weights, to
+find which gradients differ. The checks run on ranks, in the processes of testkit/megatron/runner.py.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def attention(case: Case, form: str, sequence: bool) -> tuple[MLATransformerConf
 
 
 def order_of(name: str, ranks: int) -> Tensor:
-    """Rows of the whole weight in the order in which the shards have them. One projection to both latents has a shard
-    of each."""
+    """Return the rows of the whole weight in the order of the shards. A shard of the projection to both latents has
+    rows of each."""
     if "linear_qkv_down" not in name:
         return torch.arange(0)
     parts = torch.arange(Q_RANK + KV_RANK + ROTARY).split([Q_RANK, KV_RANK + ROTARY])
@@ -70,7 +70,7 @@ def order_of(name: str, ranks: int) -> Tensor:
 
 @contextlib.contextmanager
 def summed_key(on: bool) -> Iterator[None]:
-    """Megatron-LM#6839: the gradient of the key that all heads share is summed over the ranks."""
+    """Apply the fix of Megatron-LM#6839: the gradient of the key that all heads share is summed over the ranks."""
     rotate = latent.apply_rotary_pos_emb
 
     def summed(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -83,7 +83,8 @@ def summed_key(on: bool) -> Iterator[None]:
 
 
 def gradients(case: Case, form: str, sequence: bool, mended: bool = False) -> dict[str, Tensor]:
-    """Of one microbatch, after `finalize_model_grads`; of a weight that is split, the whole. "input" too."""
+    """Return the gradients of one microbatch after `finalize_model_grads`, by parameter, and that of the input as
+    "input". Gradients of weights that are split are gathered."""
     megatron_lab.set_up_parallel_state(case)
     config, model = attention(case, form, sequence)
     rank, group = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_group()
@@ -116,7 +117,7 @@ def gradients(case: Case, form: str, sequence: bool, mended: bool = False) -> di
 
 
 def values_of(name: str, parameter: Tensor, ranks: int) -> Tensor:
-    """Of the whole parameter, by its name."""
+    """Return initial values of the whole parameter, which depend on its name alone."""
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
         shape[parameter.partition_dim] *= ranks  # type: ignore[attr-defined]
@@ -131,9 +132,10 @@ def _gathered(part: Any, dim: int, group: Any) -> Tensor:
 
 
 def differences(case: Case) -> dict[str, dict[str, float] | None]:
-    """Form, with or without sequence parallelism, mended or not -> parameter -> where this rank's gradient is not that
-    of one process: what it is times that, by the largest element. "rotary rows": of the down-projection, whose other
-    rows count by themselves. "sum of ranks": the error, there, of what the ranks add up to. None: a crash in a forward.
+    """Map each case (form, with or without sequence parallelism, mended or not) to the parameters whose gradient on
+    this rank differs from that of one process, with the ratio of the two at the largest element. "rotary rows" are
+    those rows of the down-projection, apart from its other rows. "sum of ranks" is the relative error of the sum of the
+    ranks' gradients of these rows. The value is None if a forward of the case crashes.
     """
     one = Case(tp=1, dp=case.tp)
     result: dict[str, dict[str, float] | None] = {}

@@ -30,7 +30,7 @@ WIDTH, MICROBATCHES = 8, 3
 
 
 class Kernels:
-    """Stands for apex's extension module: adds in place, as its kernels do."""
+    """Replaces apex's extension module: it adds in place, as apex's kernels do."""
 
     def wgrad_gemm_accum_fp32(self, layer_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
         assert main_grad.dtype == torch.float32
@@ -38,7 +38,7 @@ class Kernels:
 
 
 class Pair(nn.Module):
-    """A column-parallel layer and a row-parallel one, as in Megatron's MLP; biases that they return are added here."""
+    """A column-parallel layer and a row-parallel one, as in Megatron's MLP. It adds the biases that they return."""
 
     def __init__(self, config: TransformerConfig, bias: bool, skip_bias_add: bool, expert: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Pair(nn.Module):
 
 @contextmanager
 def _fusion(on: bool) -> Iterator[None]:
-    """Megatron refuses gradient accumulation fusion where apex is missing."""
+    """Let Megatron accept gradient accumulation fusion if ``on``; it refuses it without apex."""
     with (
         mock.patch.object(megatron_layers, "_grad_accum_fusion_available", on),
         mock.patch.object(megatron_layers, "fused_weight_gradient_mlp_cuda", Kernels(), create=True),
@@ -67,7 +67,7 @@ def _fusion(on: bool) -> Iterator[None]:
 
 
 def _losses(model: nn.Module, shape: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """The loss of each microbatch, and its input."""
+    """Return the loss and the input of each microbatch."""
     inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(mb)) for mb in range(MICROBATCHES)]
     return [model(x.requires_grad_()).square().sum() for x in inputs], inputs
 
@@ -85,7 +85,7 @@ def _gradients(model: nn.Module, fused: bool) -> dict[str, Tensor]:
 
 
 def tensor_parallel_layers(case: Case) -> dict[str, int]:
-    """Every form of the two layers, split and whole; the number of gradients compared per form."""
+    """Compare each form of the two layers, split and whole. Return the number of gradients compared per form."""
     megatron_lab.set_up_parallel_state(case)
     compared: dict[str, int] = {}
     flags = (False, True)
@@ -147,7 +147,7 @@ def _compare(pairs: list[Pair], sequence: bool, fused: bool, frozen: bool, split
 
 
 def _leaves(model: Pair) -> list[Any]:
-    """What the layers' forwards see of their parameters."""
+    """Return the parameters as the layers' forwards see them."""
     names = ((layer, name) for layer in (model.up, model.down) for name in layer._parameters)
     return [leaf for layer, name in names if (leaf := getattr(layer, name)) is not None]
 
@@ -156,7 +156,7 @@ def _leaves(model: Pair) -> list[Any]:
 
 
 class GroupedBackend:
-    """Stands for ``grouped_gemm.backend``; notes what its products are for."""
+    """Replaces ``grouped_gemm.backend``, and records what each product is for."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
@@ -175,7 +175,7 @@ BACKEND = GroupedBackend()
 
 
 class GroupedGemm(torch.autograd.Function):
-    """``grouped_gemm.ops``: its backward computes both gradients at once."""
+    """Replaces ``grouped_gemm.ops``: its backward computes both gradients at once."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool) -> Tensor:
@@ -195,8 +195,8 @@ def _gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Te
 
 
 def grouped_experts(case: Case) -> dict[str, list[str]]:
-    """Megatron's GroupedMLP, split and whole, with and without recomputation; the products that ran. Nothing where the
-    release has no GroupedMLP.
+    """Compare Megatron's GroupedMLP, split and whole, with and without recomputation. Return the products that ran; an
+    empty dict if the release has no GroupedMLP.
     """
     from megatron.core.transformer.moe import experts
 
@@ -237,7 +237,7 @@ def grouped_experts(case: Case) -> dict[str, list[str]]:
 
 
 def _expert_losses(model: nn.Module) -> list[Tensor]:
-    """The second microbatch sends these experts no token."""
+    """Return the losses of the microbatches. The second microbatch sends these experts no token."""
     losses = []
     for mb, sizes in enumerate(([3, 2], [0, 0], [0, 4])):
         generator = torch.Generator().manual_seed(mb)
@@ -249,7 +249,7 @@ def _expert_losses(model: nn.Module) -> list[Tensor]:
 
 
 def whole_layers(case: Case) -> list[tuple[str, str, float]]:
-    """The layers of the case's GPTModel that are not split: name, class, share."""
+    """Return the layers of the case's GPTModel that are not split: name, class, share."""
     megatron_lab.set_up_parallel_state(case)
     store = split_weight_grad(megatron_lab.build_chunks(case, megatron_lab.make_config(case)))
     return [(layer.name, layer.kind, layer.share) for layer in store.report.whole_layers]
@@ -259,7 +259,7 @@ def whole_layers(case: Case) -> list[tuple[str, str, float]]:
 
 
 def depth_of_recomputation(case: Case) -> int:
-    """How many recomputations of Megatron's run within each other in a step, at most; it ends at 4."""
+    """Return how deep Megatron's recomputations are nested in a step. The check ends the step at a depth of 4."""
     depth, deepest = [0], [0]
     backward = megatron_random.CheckpointFunction.backward
 

@@ -1,6 +1,6 @@
-"""A step under ``install()`` that fails on a rank, and what is left of it; for ``test_nothing_kept_under_megatron.py``.
+"""Steps under ``install()`` that fail on a rank, and what stays of them; for ``test_nothing_kept_under_megatron.py``.
 
-Runs on ranks, inside the processes of testkit/megatron/runner.py.
+The checks run on ranks, in the processes of testkit/megatron/runner.py.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ FAILS_AT = 3  # of the calls of a layer on the rank that fails, in the second st
 
 
 class InjectedError(Exception):
-    """What a user's code raises."""
+    """An error that a user's code raises."""
 
 
 def left_of_a_forward(case: Case) -> dict[str, Any]:
-    """The last rank's layer raises in a forward."""
+    """Let the last rank's layer raise in a forward, and return what is left."""
     return _left(case, functools.partial(_watch, backward=False))
 
 
 def left_of_a_backward(case: Case) -> dict[str, Any]:
-    """The last rank's layer raises in a backward."""
+    """Let the last rank's layer raise in a backward, and return what is left."""
     return _left(case, functools.partial(_watch, backward=True))
 
 
 def _left(case: Case, watch: Any) -> dict[str, Any]:
-    """This rank's error; what is left of its step by kind; and, when communicators are closed, the threads."""
+    """Return this rank's error, what its step leaves, by kind, and the threads left after communicators are closed."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -79,7 +79,7 @@ def _error_of(case: Case, watch: Any, seen: list[StorageWeakRef]) -> str:
 
 
 def _watch(run: lab.Run, seen: list[StorageWeakRef], fails: bool, backward: bool) -> None:
-    """Note the memory of all inputs and outputs of layers in ``seen``; on the rank that ``fails``, raise."""
+    """Append the memory of all inputs and outputs of layers to ``seen``; on the rank that ``fails``, raise."""
     calls = iter(range(FAILS_AT))
 
     def fire(grad: Any = None) -> None:

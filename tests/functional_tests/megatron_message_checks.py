@@ -1,5 +1,5 @@
-"""Checks of messages that are not of the hidden size alone, as with Attention Residuals (Megatron-LM#6840); on ranks,
-inside the processes of testkit/megatron/runner.py, under every release."""
+"""Checks of messages that are wider than the hidden size, as with Attention Residuals (Megatron-LM#6840). They run on
+ranks, in the processes of testkit/megatron/runner.py, under every release."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTH = 3
 
 
 def _stacked(run: megatron_lab.Run, sent: int) -> Callable[[Any, Any], Any]:
-    """A forward step of stages that take the first slice of what they receive, and send ``sent`` copies."""
+    """Return a forward step whose stages use the first slice of what they receive, and send ``sent`` copies."""
 
     def forward_step(data_iterator: Any, model: Any) -> Any:
         given = model.module.decoder.input_tensor
@@ -41,7 +41,7 @@ def _stacked(run: megatron_lab.Run, sent: int) -> Callable[[Any, Any], Any]:
 
 
 def messages_grow_from_stage_to_stage(case: Case) -> list[float]:
-    """A release that says for each side of a stage what travels there, rank + 2 slices to the next one; the losses."""
+    """Run under a release that gives shapes for each side of a stage; a rank sends rank + 2 slices. Return losses."""
     run = megatron_lab.Run(case)
     theirs = schedules.get_tensor_shapes
     sides: list[bool] = []
@@ -64,7 +64,7 @@ def messages_grow_from_stage_to_stage(case: Case) -> list[float]:
 
 @contextlib.contextmanager
 def _release_with_sums() -> Iterator[list[str]]:
-    """A release whose module says how wide messages between chunks are; yields what is called of it."""
+    """Install a release whose module says how wide messages between chunks are; yield the calls of the module."""
     called: list[str] = []
     module: Any = types.ModuleType("megatron.core.transformer.attention_residual")
     module.attn_res_source_cache_reset = lambda: called.append("reset")
@@ -87,7 +87,7 @@ def _release_with_sums() -> Iterator[list[str]]:
 
 
 def messages_between_chunks_have_one_width(case: Case) -> list[float]:
-    """Of a model with Attention Residuals; the losses. The sums of an earlier step are forgotten at its begin."""
+    """Run a model with Attention Residuals; return its losses. A step begins by clearing the sums of the one before."""
     run = megatron_lab.Run(case)
     with megatron_core.installed():
         expected = [float(report["loss"]) for report in call_schedule(run, forward_only=False)]
@@ -100,7 +100,7 @@ def messages_between_chunks_have_one_width(case: Case) -> list[float]:
 
 
 def sums_in_a_v_are_refused(case: Case) -> str | None:
-    """What the error says; None under 0.14, whose models cannot be built for a V."""
+    """Return the text of the error; None under 0.14, whose models cannot be built for a V."""
     if megatron_release.load_megatron().row.release < (0, 15):
         return None
     with megatron_core.installed(strict=True):

@@ -18,8 +18,8 @@ from testkit.models.module_models import HIDDEN, RankModel, Setup, loss_of, sink
 
 @dataclass(frozen=True)
 class MegatronCase:
-    """``per_token``: the loss function gives numbers of tokens; ``grad_sync``: the config has a function for it;
-    ``hangs``: Megatron's own schedule does, or fails; ``ddp``: stages are in Megatron's DistributedDataParallel;
+    """``per_token``: the loss function returns numbers of tokens. ``grad_sync``: the config has a function for it.
+    ``hangs``: Megatron's own schedule hangs or fails. ``ddp``: stages are in Megatron's DistributedDataParallel.
     ``images``: the model is ``ImageTokens``."""
 
     setup: Setup
@@ -34,9 +34,9 @@ COUNTS = ((1, 3), (0, 0), (2, 2), (4, 0))  # of image tokens in each sample of a
 
 
 class ImageTokens(RankModel):
-    """A vision encoder and replicas of a language model, as Megatron's MimoModel: the tokens of all samples in one
-    dimension, of each sample another number, and of text alone none, which are an empty tensor that needs a
-    gradient."""
+    """A vision encoder and replicas of a language model, as Megatron's MimoModel. The tokens of all samples are in one
+    dimension, and each sample has a different number of them. A sample of text alone has none: an empty tensor that
+    requires a gradient."""
 
     def batches(self, step: int) -> Iterator[Any]:
         for mb in range(self.setup.microbatches):
@@ -58,8 +58,8 @@ class ImageTokens(RankModel):
 
 
 def own_and_ours(rank: int, size: int, checkout: str, cases: list[MegatronCase]) -> list[tuple[Any, Any]]:
-    """Of each case the steps under Megatron's own schedule, and those under the engine: (losses, gradients, what
-    happened). ``checkout``: the folder of a Megatron-LM, empty for the installed one."""
+    """Return for each case the steps under Megatron's own schedule and under the engine, each as (losses, gradients,
+    events). ``checkout``: the folder of a Megatron-LM, or empty for the installed one."""
     megatron = _import_megatron(checkout)
     from megatron_pp.integrations import megatron_core
     from megatron_pp.runtime.communicators import close_communicators
@@ -74,7 +74,7 @@ def own_and_ours(rank: int, size: int, checkout: str, cases: list[MegatronCase])
 
 
 def handed_back(rank: int, size: int, checkout: str, case: MegatronCase) -> list[str]:
-    """Why calls that the engine does not serve are left to Megatron."""
+    """Return the reasons for which calls that the engine does not serve are left to Megatron."""
     megatron = _import_megatron(checkout)
     from megatron_pp.errors import NotServedError
     from megatron_pp.integrations import megatron_core

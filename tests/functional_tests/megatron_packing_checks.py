@@ -1,8 +1,8 @@
-"""Packed steps of Megatron-core's GPTModel, on ranks: microbatches with sequences and context-parallel ranks of their
-own.
+"""Packed steps of Megatron-core's GPTModel on ranks: each microbatch has its own sequences and context-parallel ranks.
 
-A batch says so as Megatron's do: `PackedSeqParams` with the group of its pack's ranks. Attention to several sequences
-in a row needs Transformer Engine; here Megatron's plain one takes a mask, with keys gathered over that group.
+A batch describes its pack as Megatron's batches do: by `PackedSeqParams` with the group of the pack's ranks. Attention
+to several sequences in a row needs Transformer Engine; here Megatron's plain attention gets a mask, and keys are
+gathered over that group.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Gradients = dict[str, torch.Tensor]
 
 
 def packs_over_context_sizes(case: Case) -> list[Any]:
-    """Of each step the context sizes of this rank's packs and whether its order was searched. Gradients are those of
-    Megatron's own schedule with these packs to the last bit, and of whole sequences without a pipeline but for
-    rounding."""
+    """Return for each step the context sizes of this rank's packs, and whether their order was searched. Gradients
+    equal those of Megatron's own schedule with these packs to the last bit, and those of whole sequences without a
+    pipeline up to rounding."""
     run = megatron_lab.Run(case)
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     steps = PackedSteps(iter(LENGTHS), PackingRules(ranks, 8, 0.5))
@@ -60,8 +60,8 @@ def packs_over_context_sizes(case: Case) -> list[Any]:
 
 
 def updates_of_the_recipe(case: Case) -> list[float]:
-    """examples/recipes/packed_rl_update.py: its gradients are those of Megatron's own schedule with its packs. Of each
-    update the largest one."""
+    """Assert that the gradients of examples/recipes/packed_rl_update.py equal those of Megatron's own schedule with its
+    packs. Return the largest gradient of each update."""
     run = megatron_lab.Run(case)
     rules = PackingRules(parallel_state.get_data_parallel_world_size(), 8, 0.5)
     found = []
@@ -87,7 +87,7 @@ def updates_of_the_recipe(case: Case) -> list[float]:
 
 
 def rollout(number: int, length: int) -> packed_rl_update.Rollout:
-    """Of which the first quarter is the prompt."""
+    """Return a rollout whose first quarter is the prompt."""
     tokens = torch.randint(48, (length + 1,), generator=torch.Generator().manual_seed(number))
     advantage = torch.full((length,), 1.0 if number % 2 else -0.5)
     advantage[: length // 4] = 0
@@ -100,7 +100,8 @@ def _zero(run: megatron_lab.Run) -> None:
 
 
 def gradients_of(run: megatron_lab.Run, packs: Sequence[Pack], rank: int | None = None) -> Gradients:
-    """One step of these packs; `rank`: which data-parallel one takes its shares, none for packs that it has whole."""
+    """Take one step of these packs, and return its gradients. `rank`: the data-parallel rank that takes its shares;
+    None if it has the packs whole."""
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     get_forward_backward_func()(
@@ -116,7 +117,7 @@ def gradients_of(run: megatron_lab.Run, packs: Sequence[Pack], rank: int | None 
 
 
 def batches(packs: Sequence[Pack], rank: int | None) -> Iterator[dict[str, Any]]:
-    """Of each pack this rank's tokens of every sequence, as context-parallel ranks hold them."""
+    """Yield for each pack this rank's tokens of every sequence, as context-parallel ranks hold them."""
     for pack in packs:
         context, place = (1, 0) if rank is None else (pack.context, rank - pack.ranks.start)
         parts = []
@@ -145,7 +146,7 @@ def forward_step(data_iterator: Iterator[dict[str, Any]], model: Any) -> tuple[A
 
 
 def of_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention of each token to those of its sequence that are not behind it."""
+    """Return an attention in which each token attends to itself and to the earlier tokens of its sequence."""
 
     @functools.wraps(original)
     def forward(self: Any, query: Any, key: Any, value: Any, *args: Any, packed_seq_params: Any, **kw: Any) -> Any:
@@ -163,5 +164,5 @@ def of_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def places_of(ends: Sequence[int], rank: int, size: int) -> torch.Tensor:
-    """Places in the pack of the tokens that a context-parallel rank holds."""
+    """Return the positions in the pack of the tokens that a context-parallel rank holds."""
     return torch.cat([begin + positions_of(end - begin, rank, size) for begin, end in pairwise(ends)])

@@ -1,4 +1,4 @@
-"""Checks of what `install()` is given, on ranks, as those of megatron_checks.py: settings, measuring, steps' plans."""
+"""Checks on ranks of the arguments of `install()`, as in megatron_checks.py: settings, measuring, plans of steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OVERRIDES: tuple[dict[str, Any], ...] = (
 
 
 def settings_reach_the_engine_and_not_the_config(case: Case) -> list[str]:
-    """The policies of steps under `OVERRIDES`; gradients are those of Megatron's own schedule, to the last bit."""
+    """Return the policies of steps under `OVERRIDES`. Gradients equal Megatron's own schedule's to the last bit."""
     run = megatron_lab.Run(case)
     call_schedule(run, forward_only=False)
     theirs = _taken_gradients(run)
@@ -74,7 +74,7 @@ def settings_reach_the_engine_and_not_the_config(case: Case) -> list[str]:
 
 
 def what_its_stages_cost_is_measured(case: Case) -> dict[str, Any]:
-    """The file that two ranks' steps leave under `install(measure=2)`; gradients are equal to the last bit."""
+    """Return the file that two ranks' steps write under `install(measure=2)`. Gradients are equal to the last bit."""
     run = megatron_lab.Run(case)
     with megatron_core.installed(strict=True):
         call_schedule(run, forward_only=False)
@@ -91,8 +91,8 @@ def what_its_stages_cost_is_measured(case: Case) -> dict[str, Any]:
 
 
 def metrics_reach_megatrons_writer(case: Case) -> dict[str, list[Any]]:
-    """The scalars in TensorBoard's files after four steps under `install(metrics=2)`, with the writer where Megatron's
-    training loop has it: on the last rank alone. Each rank adds what it measured itself."""
+    """Return the scalars in TensorBoard's files after four steps under `install(metrics=2)`. Only the last rank has a
+    writer, as in Megatron's training loop. Each rank adds its own measurements."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
@@ -122,7 +122,7 @@ def metrics_reach_megatrons_writer(case: Case) -> dict[str, list[Any]]:
 
 
 def steps_of_unequal_microbatches_have_their_plans(case: Case) -> list[str]:
-    """Schedules of the steps under `install(microbatch_costs=...)`; gradients are equal to the last bit."""
+    """Return the schedules of steps under `install(microbatch_costs=...)`. Gradients are equal to the last bit."""
     run = megatron_lab.Run(case)
     with megatron_core.installed(strict=True):
         call_schedule(run, forward_only=False)
@@ -144,8 +144,9 @@ def steps_of_unequal_microbatches_have_their_plans(case: Case) -> list[str]:
 
 
 def packed_steps_are_planned_while_it_trains(case: Case) -> list[Any]:
-    """Of each step its packs in their order, whether that was searched, and the schedule that was found, if any, under
-    `install(microbatch_costs=PackedSteps(...))`; gradients are those of Megatron's own schedule, to the last bit."""
+    """Return for each step under `install(microbatch_costs=PackedSteps(...))` its packs in order, whether the order was
+    searched, and the schedule that was found, if any. Gradients equal those of Megatron's own schedule to the last
+    bit."""
     run = megatron_lab.Run(case)
     lengths = [[2, 8, 1, 7, 3, 8, 5, 8], [8, 1, 1, 8, 6, 8, 8], [4, 4], [8, 2, 8, 3, 8, 1, 8, 1, 8]]
     found, ours = [], []
@@ -180,7 +181,7 @@ def _packed_step(run: megatron_lab.Run, packs: Sequence[Pack]) -> None:
 
 
 def _taken_gradients(run: megatron_lab.Run) -> dict[str, torch.Tensor]:
-    """What the last step has left, which is then zero again."""
+    """Return the gradients of the last step, and set them to zero."""
     taken = {name: grad.clone() for name, grad in run.gradients().items()}
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
@@ -189,7 +190,7 @@ def _taken_gradients(run: megatron_lab.Run) -> dict[str, torch.Tensor]:
 
 
 def wrong_settings_install_nothing(case: Case) -> list[str]:
-    """A second call sets the settings anew; a wrong one raises, and leaves everything as it was."""
+    """Assert that a second call replaces the settings, and a call with wrong settings raises and changes nothing."""
     messages = [
         raised(ConfigError, "did you mean p2p_timeout?", lambda: megatron_core.install(p2p_timeouts=3)),
         raised(ConfigError, "p2p_timeout is 0", lambda: megatron_core.install(p2p_timeout=0)),

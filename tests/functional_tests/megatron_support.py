@@ -1,4 +1,4 @@
-"""Running lists of Megatron-core cases from tests: one set of processes for many cases, one outcome per test."""
+"""Runs lists of Megatron-core cases for tests: one set of processes for many cases, and one outcome per test."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ needs_megatron = pytest.mark.skipif(
 
 
 def schedules_source(checkout: str = "") -> str:
-    """The source of the schedules of the Megatron in the folder ``checkout``, or of the installed one, which is the
-    first on the path; empty where there is none. Nothing of Megatron is imported."""
+    """Return the source of the schedules of the Megatron in the folder ``checkout``, or of the first one on the path;
+    empty if there is none. Megatron is not imported."""
     found = importlib.util.find_spec("megatron")
     installed = [str(Path(one).parent) for one in (found.submodule_search_locations or ())] if found else []
     roots = [checkout] if checkout else installed
@@ -32,7 +32,7 @@ def schedules_source(checkout: str = "") -> str:
 
 
 def assert_equal(outcome: object) -> None:
-    """Losses, gradients and, where compared, parameters are equal to the last bit, and something was compared."""
+    """Assert that losses, gradients and, if compared, parameters have equal bits, and that some were compared."""
     assert outcome.status == "ok", f"{outcome.status}: {outcome.message}"  # type: ignore[attr-defined]
     assert outcome.compared > 0  # type: ignore[attr-defined]
     assert outcome.grad_size > 1e-3, "gradients that are all zero prove nothing"  # type: ignore[attr-defined]
@@ -43,15 +43,16 @@ def assert_equal(outcome: object) -> None:
 
 
 def beside_megatrons_schedule(cases: Iterable[Case], folder: object, checkout: str) -> dict[Case, Outcome]:
-    """What becomes of each case beside Megatron's own schedule; ``folder`` for what both train from, ``checkout``: of
-    the Megatron in there, where it names a folder."""
+    """Run each case under Megatron's own schedule and under the engine, and return the outcomes. ``folder``: for the
+    files from which both train. ``checkout``: the folder of the Megatron to run, or empty for the installed one."""
     jobs: list[Job] = groups.compared_with_megatron([*cases], str(folder))
     found = run_jobs(jobs, 60.0 * len(jobs), None, checkout or None)
     return {job.case: outcome for job, outcome in zip(jobs, found, strict=True)}
 
 
 def in_megatrons_process(function: Callable[[Case], Any]) -> Any:
-    """What ``function``, a module's, returns in a process in which Megatron's calls to CUDA are redirected; as JSON."""
+    """Call ``function``, which is a module's function, in a process in which Megatron's calls to CUDA are redirected;
+    return its result, which travels as JSON."""
     check = f"{function.__module__}:{function.__name__}"
     (outcome,) = run_jobs([Job(Case(Model(layers=1)), check=check)], deadline=120.0)
     assert outcome.status == "ok", outcome.message

@@ -22,8 +22,9 @@ IMAGE_TOKENS = (PIXELS // recipe.PATCH // 2) ** 2
 
 
 def encoders_in_the_bubbles(case: Case) -> int:
-    """How many parameters this rank has compared. Losses and gradients of the language model are equal to the last bit
-    to those of the model without a pipeline; the encoder's, whose images are added up in parts, but for rounding."""
+    """Return how many parameters this rank has compared. Losses and gradients of the language model equal those of the
+    model without a pipeline to the last bit. Gradients of the encoder, which are summed in parts of the images, are
+    equal up to rounding."""
     megatron_lab.set_up_parallel_state(case)
     place = parallel_state.get_pipeline_model_parallel_rank()
     stages = [range(stage * case.tp, (stage + 1) * case.tp) for stage in range(case.pp)]
@@ -119,7 +120,7 @@ def batch_of(step: int, mb: int, part: slice) -> recipe.Batch:
 
 
 def in_one_piece(whole: list[Any], step: int, parts: list[slice]) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """Losses and gradients. Images are encoded in ``parts``, as products of other sizes round otherwise."""
+    """Return losses and gradients. Images are encoded in ``parts``, since products of other sizes round differently."""
     encoder, language = whole
     zero(whole)
     losses = []
@@ -140,7 +141,7 @@ def zero(chunks: list[Any]) -> None:
 
 
 def gradients_of(chunk: Any) -> dict[str, torch.Tensor]:
-    """By the names of the whole model; of the language model's, those that its loss reaches."""
+    """Return gradients by names of the whole model. Of the language model, only parameters that the loss reaches."""
     if isinstance(chunk, recipe.Language):
         named = megatron_lab.global_names(chunk.gpt, tied=False)
     else:

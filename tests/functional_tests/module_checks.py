@@ -1,4 +1,4 @@
-"""One rank of a pipeline of several modules, for ``test_modules.py``."""
+"""Checks on one rank of a pipeline of several modules, for ``test_modules.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from testkit.models.module_models import RankModel, Setup, config_of, forward_st
 
 
 def a_rank_gives_no_dict(rank: int, size: int, setup: Setup) -> str:
-    """The error of a step in which the first rank's model forgets a module."""
+    """Return the error of a step in which the first rank's model returns its output under a wrong name."""
     pipeline = ModulesPipeline(setup.modules, setup.topology)
     model = RankModel(setup, rank)
     model.config = config_of(setup)
@@ -35,7 +35,7 @@ def a_rank_gives_no_dict(rank: int, size: int, setup: Setup) -> str:
 
 
 def refused_arguments(rank: int, size: int, setup: Setup) -> list[str]:
-    """Errors before any communication."""
+    """Return the errors that are raised before any communication."""
     pipeline = ModulesPipeline(setup.modules, setup.topology)
     model = RankModel(setup, rank)
     found = []

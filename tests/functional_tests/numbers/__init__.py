@@ -1,1 +1,1 @@
-"""Tables of numbers that must be those of one process. ``rows.py`` says how a row is added."""
+"""Tables of runs whose numbers must equal those of one process. ``rows.py`` says how to add a row."""

@@ -36,7 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 class Nested(torch.nn.Module):
-    """A stage of two blocks, which are sharded one by one, and a parameter of the outer module."""
+    """A stage of two blocks, which are sharded one by one, and of a parameter of the outer module."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Nested(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of the toy model. Each replica has microbatches of its own; the numbers are those of the last step."""
+    """Steps of the toy model. Each replica has its own microbatches. The numbers of the last step are compared."""
 
     size: int
     chunks: int
@@ -99,7 +99,7 @@ class Steps:
         return numbers_of(ToyResult([float(report["loss"]) for report in reports], grads))
 
     def expected(self, place: Place) -> Numbers:
-        """Gradients are the mean over the replicas, losses each one's own."""
+        """Return the numbers of one process: the mean gradients over the replicas, and the losses of this replica."""
         runs = [
             one_process(self.size * self.chunks, self.data(replica), self.forward_only, self.block)
             for replica in range(self.replicas)
@@ -122,7 +122,7 @@ def numbers_of(result: ToyResult) -> Numbers:
 
 
 def _count_hooks(stages: Sequence[torch.nn.Module]) -> Counter[torch.Tensor]:
-    """How often the hook of each parameter fired."""
+    """Count how often the hook of each parameter fires."""
     fired: Counter[torch.Tensor] = Counter()
 
     def count(parameter: torch.Tensor) -> None:
@@ -143,7 +143,7 @@ def in_ddp(stages: Sequence[Any], place: Place) -> list[Any]:
 
 
 def sharded(stages: Sequence[Any], place: Place) -> list[Any]:
-    """By FSDP2; blocks within a stage first."""
+    """Shard the stages by FSDP2; blocks within a stage first."""
     mesh = DeviceMesh.from_group(place.across, "cpu")
     for stage in stages:
         for inner in getattr(stage.inner, "blocks", ()):
@@ -170,15 +170,16 @@ WRAPPERS: dict[str, Callable[[Sequence[Any], Place], list[Any]]] = {
 
 
 def faults_elsewhere() -> list[Steps]:
-    """Where a well-known stack returns wrong gradients or hangs: two ranks with two chunks each under the batched
-    policy, evaluation under overlap with warm-up flush, and shapes that travel ahead from four ranks on."""
+    """Return rows in which a well-known stack returns wrong gradients or hangs: two ranks with two chunks each under
+    the batched policy, evaluation under overlap with warm-up flush, and shapes that are sent ahead on four ranks or
+    more."""
     cases = [Steps(2, 2, m, "batched") for m in (1, 2, 5)]
     cases += [Steps(2, 2, 5, "flush", forward_only=True), Steps(4, 2, 9, "flush", forward_only=True)]
     return [*cases, Steps(4, 1, 5, "overlap", True), Steps(4, 2, 9, "batched", True)]
 
 
 def grid(policy: str) -> list[Steps]:
-    """1F1B and its chunks."""
+    """Return rows of 1F1B and interleaved 1F1B under ``policy``."""
     both = (False, True)
     # Two ranks are each other's next and previous: what could cross, crosses here.
     cases = [Steps(2, 2, m, policy, forward_only=only) for m, only in itertools.product((1, 2, 5), both)]
@@ -194,7 +195,8 @@ def grid(policy: str) -> list[Steps]:
 
 
 def of_schedule(name: str) -> list[Steps]:
-    """A schedule at four ranks, in training and in evaluation; one that each rank searches, for seconds, once."""
+    """Return rows of a schedule on four ranks, in training and in evaluation. A schedule that each rank searches for
+    seconds has one row."""
     family, fields = TOY_SCHEDULES[name], (("pipeline_schedule", name),)
     chunks = family.chunks or 2
     if family.search is not None:
@@ -204,7 +206,8 @@ def of_schedule(name: str) -> list[Steps]:
 
 
 def with_split_backwards(name: str) -> list[Steps]:
-    """Backwards in two halves, layers converted: ragged numbers of microbatches, and fewer than ranks."""
+    """Return rows with backwards in two halves and converted layers, for ragged numbers of microbatches and for fewer
+    microbatches than ranks."""
     family, fields = TOY_SCHEDULES[name], (("pipeline_schedule", name),)
     ways = ((2, 5, "overlap"), (4, 9, "overlap"), (4, 3, "batched"))
     return [
@@ -214,9 +217,9 @@ def with_split_backwards(name: str) -> list[Steps]:
 
 
 def in_data_parallelism() -> list[Steps]:
-    """DistributedDataParallel reduces each gradient once, when it is complete. PyTorch's own zero-bubble schedules give
-    wrong gradients here without a word: their weight gradients come after the reduction. The second step finds buckets
-    rebuilt."""
+    """Return rows in which DistributedDataParallel reduces each gradient once, when it is complete. PyTorch's own
+    zero-bubble schedules silently give wrong gradients here, because they compute weight gradients after the reduction.
+    Before the second step DistributedDataParallel rebuilds its buckets."""
     split_of = {"zb_h1": 1, "zb_h2": 1, "interleaved_zb": 2, "zb_v": 2, "v_half": 2, "dualpipe_v": 2, "1f1b_v": 2}
     whole_of = {"1f1b": 1, "interleaved_1f1b": 2, "zb_h1": 1}  # the last one's B are full ones
     cases = [
@@ -263,7 +266,8 @@ def with_collectives(size: int, schedule: str, chunks: int, kind: str, most: int
 
 
 def nearness(steps: Steps) -> float:
-    """0 where sums are reduced, or replicas are two, whose mean is exact; else what the order of additions allows."""
+    """Return 0 if sums are reduced or there are two replicas, whose mean is exact; else the error that the order of
+    additions allows."""
     fields = dict(steps.fields)
     if steps.wrapped in (FSDP, SHARED) and steps.replicas > 1 and "fsdp_collectives" not in fields:
         return 1e-6  # FSDP2's own hooks reduce each microbatch
@@ -273,8 +277,8 @@ def nearness(steps: Steps) -> float:
 
 
 def sharded_stages() -> list[Steps]:
-    """Stages that ``fully_shard`` shards, with FSDP2's collectives in the plan and without, nested, and of one
-    replica."""
+    """Return rows of stages that ``fully_shard`` shards, with and without FSDP2's collectives in the plan, nested, and
+    with one replica."""
     cases = [with_collectives(2, *some, IN_TURN[k % 2]) for k, some in enumerate(COLLECTIVES)]
     chunks = (("pipeline_schedule", "interleaved_1f1b"),)
     per_run, zero3 = (("fsdp_collectives", "per_run"),), (("fsdp_collectives", "zero3"),)
@@ -313,7 +317,8 @@ ROWS: dict[str, Row] = functools.reduce(operator.or_, [*GRID, *DRAWN], ALWAYS | 
 
 
 def of_this_run() -> list[str]:
-    """The rows of four processes. Steps of the grid run under two policies, those next to them under the other two."""
+    """Return the rows of four processes that this run draws. Neighbours in the grid run under different pairs of the
+    four policies."""
     (first,) = [0] if EXHAUSTIVE else drawn(range(2), 1)
     turns = [
         name

@@ -1,4 +1,4 @@
-"""Stages of odd models for ``torch_stages.py``, each with what a runtime of stages may get wrong."""
+"""Stages of unusual models for ``torch_stages.py``, each with a feature that a runtime of stages may get wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ H, SAMPLES = 6, 3
 
 
 class Stage(nn.Module):
-    """Stage ``k`` of ``count``: a linear layer and a tanh. The others change something."""
+    """Stage ``k`` of ``count``: a linear layer and a tanh. The other classes change something of it."""
 
     def __init__(self, k: int, count: int) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class Stage(nn.Module):
         return self.k == self.count - 1
 
     def build(self) -> None:
-        """Further parts."""
+        """Make the further parts of a subclass."""
 
     def forward(self, x: Tensor) -> Any:
         return torch.tanh(self.linear(x)) + x * 0.5
 
 
 class Reversal(Stage):
-    """A gradient reversal by a hook of an activation."""
+    """Reverses the gradient by a hook of an activation."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.linear(x)
@@ -48,7 +48,7 @@ class Reversal(Stage):
 
 
 class Hooks(Stage):
-    """Hooks of modules, of parameters and of the output."""
+    """Has hooks of modules, of parameters and of the output."""
 
     def build(self) -> None:
         self.linear.register_full_backward_hook(
@@ -67,7 +67,7 @@ class Hooks(Stage):
 
 
 class Fused(torch.autograd.Function):
-    """As layers with gradient_accumulation_fusion."""
+    """Accumulates into main_grad, as layers with gradient_accumulation_fusion do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class MainGrad(Stage):
 
 
 class Probe(Stage):
-    """The last stage is trained on features without gradient."""
+    """Trains the last stage on features without gradient."""
 
     def forward(self, x: Tensor) -> Any:
         return self.linear(x.detach() if self.last else x)
@@ -105,14 +105,14 @@ class ProbeWithin(Stage):
 
 
 class Beside(Stage):
-    """The input goes on beside the layers that are trained, and one of its uses has no gradient."""
+    """Passes the input on next to the layers that are trained; one use of the input has no gradient."""
 
     def forward(self, x: Tensor) -> Any:
         return x + self.linear(x.detach())
 
 
 class SharedWeight(Stage):
-    """One weight in several layers; one layer called several times."""
+    """Shares one weight between layers, and calls one layer several times."""
 
     def build(self) -> None:
         self.tied = nn.Linear(H, H, bias=False)
@@ -124,15 +124,15 @@ class SharedWeight(Stage):
 
 
 class ReadBeside(SharedWeight):
-    """A weight that is also read beside its layers. Autograd adds its gradients in another order."""
+    """Has a weight that is also used outside its layers. Autograd adds its gradients in a different order."""
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x) + F.linear(x, self.linear.weight.t()) + self.linear.bias
 
 
 class Views(Stage):
-    """Outputs that are views, not contiguous, expanded, or the input itself; one twice. In one process the next stage
-    has them in another layout, and adds their gradients in another order."""
+    """Returns views, noncontiguous and expanded tensors, the input itself, and one output twice. In one process the
+    next stage gets them in a different layout, and adds their gradients in a different order."""
 
     def forward(self, x: Tensor, *more: Tensor) -> Any:
         both = torch.cat([torch.tanh(self.linear(x)), self.other(x)], 1)
@@ -145,7 +145,7 @@ class Views(Stage):
 
 
 class InPlace(Stage):
-    """Outputs that are changed in place."""
+    """Changes outputs in place."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.linear(x)
@@ -154,7 +154,7 @@ class InPlace(Stage):
 
 
 class Several(Stage):
-    """Integers, booleans, a mask without gradient, and what nobody uses."""
+    """Returns integers, booleans, a mask without gradient, and an output that no stage uses."""
 
     def forward(self, x: Tensor, order: Any = None, mask: Any = None, scale: Any = None, spare: Any = None) -> Any:
         if self.k == 0:
@@ -164,7 +164,7 @@ class Several(Stage):
 
 
 class Frozen(Stage):
-    """Frozen layers, a frozen first stage, and a layer of which only the bias is trained."""
+    """Has frozen layers, a frozen first stage, and a layer whose bias alone is trained."""
 
     def build(self) -> None:
         self.other.weight.requires_grad_(False)
@@ -176,7 +176,7 @@ class Frozen(Stage):
 
 
 class BackboneFrozen(Stage):
-    """Only the last stage is trained."""
+    """Trains only the last stage."""
 
     def build(self) -> None:
         self.requires_grad_(self.last)
@@ -213,7 +213,7 @@ class Selective(Stage):
 
 
 class Sparse(Stage):
-    """A sparse embedding in each stage, and one whose rows are renormalised."""
+    """Has a sparse embedding in each stage, and an embedding whose rows are renormalised."""
 
     def build(self) -> None:
         self.sparse, self.short = nn.Embedding(8, H, sparse=True), nn.Embedding(8, H, max_norm=0.5)
@@ -231,7 +231,7 @@ class Autocast(Stage):
 
 
 class Half(Stage):
-    """bfloat16 parameters, and tensors of two dtypes between stages."""
+    """Has bfloat16 parameters, and sends tensors of two dtypes between stages."""
 
     def build(self) -> None:
         self.other.to(torch.bfloat16)
@@ -243,7 +243,7 @@ class Half(Stage):
 
 
 class OtherLayers(Stage):
-    """Layers that have no split form, and a parameter of no layer."""
+    """Has layers without a split form, and a parameter that belongs to no layer."""
 
     def build(self) -> None:
         self.attention = nn.MultiheadAttention(H, 2, batch_first=True)
@@ -259,7 +259,7 @@ class OtherLayers(Stage):
 
 
 class NoLinear(Stage):
-    """Nothing in it can be split."""
+    """Has no layer whose backward can be split."""
 
     def build(self) -> None:
         del self.linear, self.other
@@ -270,7 +270,7 @@ class NoLinear(Stage):
 
 
 class Twins(Stage):
-    """Two parameters with one gradient, which autograd passes on as one tensor."""
+    """Has two parameters with equal gradients, which autograd passes on as one tensor."""
 
     def build(self) -> None:
         self.one, self.two = nn.Parameter(torch.randn(SAMPLES, H)), nn.Parameter(torch.randn(SAMPLES, H))
@@ -280,7 +280,7 @@ class Twins(Stage):
 
 
 class Penalty(Stage):
-    """A gradient within the forward, which is differentiated again."""
+    """Computes a gradient within the forward and differentiates it again."""
 
     def forward(self, x: Tensor) -> Any:
         if not torch.is_grad_enabled():
@@ -291,7 +291,7 @@ class Penalty(Stage):
 
 
 class Normed(Stage):
-    """Weights that are computed from others."""
+    """Computes weights from other parameters."""
 
     def build(self) -> None:
         self.linear = nn.utils.parametrizations.weight_norm(self.linear)
@@ -302,7 +302,7 @@ class Normed(Stage):
 
 
 class Functional(Stage):
-    """Layers called with other parameters, and within vmap."""
+    """Calls layers with other parameters, and within vmap."""
 
     def forward(self, x: Tensor) -> Any:
         doubled = {"weight": 2 * self.linear.weight, "bias": self.linear.bias}
@@ -311,14 +311,14 @@ class Functional(Stage):
 
 
 class Branch(Stage):
-    """A layer that only some microbatches use."""
+    """Has a layer that only some microbatches use."""
 
     def forward(self, x: Tensor) -> Any:
         return torch.tanh(self.linear(x) if x[0, 0] > 0 else self.other(x))
 
 
 class Remembers(Stage):
-    """Buffers that are assigned and written to, a number, a list, a generator, and a layer's running mean."""
+    """Keeps a state: buffers that are assigned and written to, a number, a list, a generator, and a running mean."""
 
     def build(self) -> None:
         self.register_buffer("ema", torch.ones(H))
@@ -340,7 +340,7 @@ class Remembers(Stage):
 
 
 class Reused(Stage):
-    """Gives the same memory for each microbatch."""
+    """Returns the same memory for each microbatch."""
 
     def build(self) -> None:
         self.register_buffer("memory", torch.zeros(SAMPLES, H))
@@ -354,14 +354,14 @@ class Reused(Stage):
 
 
 class Constant(Stage):
-    """The last stage gives a part of a parameter."""
+    """Returns a part of a parameter from the last stage."""
 
     def forward(self, x: Tensor) -> Any:
         return self.linear.bias.expand(SAMPLES, H) if self.last else torch.tanh(self.linear(x))
 
 
 class Kept(Stage):
-    """Outputs that the program keeps, with their gradients."""
+    """Has outputs that the program keeps, with their gradients."""
 
     def build(self) -> None:
         self.kept: list[Tensor] = []
@@ -375,7 +375,7 @@ class Kept(Stage):
 
 
 class UsedLater(Stage):
-    """A second output, which the next stage uses in later steps only."""
+    """Returns a second output, which the next stage uses in later steps only."""
 
     used = False
 
@@ -397,7 +397,7 @@ class Lazy(Stage):
 
 
 class Layers(Stage):
-    """Layers of several kinds, and a parameter of no layer, in few operations."""
+    """Has layers of several kinds, and a parameter that belongs to no layer, in few operations."""
 
     def build(self) -> None:
         self.norm, self.convolution = nn.LayerNorm(H), nn.Conv1d(1, 1, 3, padding=1)
@@ -409,7 +409,7 @@ class Layers(Stage):
 
 
 class Nested(Stage):
-    """Blocks that FSDP2 shards one by one, and parameters of the whole."""
+    """Has blocks that FSDP2 shards one by one, and parameters of the outer module."""
 
     def build(self) -> None:
         self.blocks = nn.ModuleList(Layers(self.k, self.count) for _ in range(2))
@@ -421,7 +421,7 @@ class Nested(Stage):
 
 
 class Compiled(Stage):
-    """A compiled function within the forward, which nobody can know of."""
+    """Has a compiled function within the forward, which no runtime can notice."""
 
     def forward(self, x: Tensor) -> Any:
         return _compiled_part(self.linear, x) + self.other(x)
@@ -442,12 +442,12 @@ def _compiled_part(layer: nn.Module, x: Tensor) -> Any:
 
 
 def compiling() -> Any:
-    """The tests switch torch.compile off."""
+    """Return a context in which torch.compile works; the tests switch it off."""
     return patch.dict(os.environ, TORCHDYNAMO_DISABLE="0")
 
 
 def unfrozen(step: int, stages: list[Any]) -> None:
-    """Gradual unfreezing: the last stage first."""
+    """Unfreeze one stage more in each step, from the last stage on."""
     for stage in stages:
         stage.requires_grad_(stage.k >= stage.count - 1 - step)
 
@@ -458,7 +458,7 @@ def used_later(step: int, stages: list[Any]) -> None:
 
 
 def compiled_in_place(step: int, stages: list[Any]) -> None:
-    """``module.compile()``, which does not change the class."""
+    """Compile stages by ``module.compile()``, which does not change their class."""
     for stage in stages if step == 0 else ():
         with compiling():
             stage.compile(backend="eager")

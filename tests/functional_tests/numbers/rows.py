@@ -1,6 +1,6 @@
-"""A row of a table: what real processes on gloo compute with a feature under a schedule, and what must come out.
+"""A row of a table: a run of real processes on gloo, with a feature under a schedule, and the expected numbers.
 
-A test of numbers is a row, not a file. To add one, add it to the table of the host that runs the step:
+To add a test of numbers, add a row to the table of the host that runs the step, rather than a file:
 
     library.py          the library's own training loop
     torch_stages.py     torch's pipeline stages
@@ -9,11 +9,12 @@ A test of numbers is a row, not a file. To add one, add it to the table of the h
 
     ROWS["my feature, zb_v"] = Row(run, expected, size=2)
 
-``run(place)`` takes the steps on one rank and returns its numbers by name: losses, gradients, buffers.
-``expected(place)`` returns all numbers of a single-process run of the same model; for a claim about another runtime,
-the numbers of that runtime on this rank. Both run in the rank, so references that several rows share belong in a
-``functools.cache``. What a row checks besides it asserts within ``run``. The test names each row that differs. An error
-within a row ends the rows of its start, and names the row. To run one row alone, choose its test with ``-k``.
+``run(place)`` takes the steps on one rank and returns the rank's numbers by name: losses, gradients, buffers.
+``expected(place)`` returns all numbers of a single-process run of the same model; in a comparison with another runtime,
+the numbers of that runtime on this rank. Both run on the rank, so references that several rows share belong in a
+``functools.cache``. Further checks of a row are assertions within ``run``. The test names each row that differs. An
+error within a row names it, and ends the other rows of the same processes. To run one row alone, choose its test with
+``-k``.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from megatron_pp.errors import MegatronPPError
 from testkit.processes import run_processes
 
 Numbers = Mapping[str, Tensor | float | None]
-MOST_WORDS = 5  # of a rank's differences, those that are said
+MOST_WORDS = 5  # how many of a rank's differences an error shows
 
 
 class Place(NamedTuple):
-    """Where this process stands in the pipelines of a row."""
+    """The position of this process in the pipelines of a row."""
 
     size: int
     """Ranks of a pipeline."""
@@ -50,8 +51,8 @@ class Place(NamedTuple):
 
 
 class Row(NamedTuple):
-    """``replicas`` pipelines of ``size`` ranks. ``near``: how far a number may be from what is expected, in units of
-    the largest number that is expected of the row."""
+    """A run of ``replicas`` pipelines of ``size`` ranks. ``near``: how far a number may be from the expected one, in
+    units of the largest number that the row expects."""
 
     run: Callable[[Place], Numbers]
     expected: Callable[[Place], Numbers]
@@ -65,7 +66,7 @@ class Row(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What one rank found in a row."""
+    """The result of one rank in a row."""
 
     differences: list[str]
     found: set[str]
@@ -74,20 +75,19 @@ class Compared(NamedTuple):
 
 
 class RowFailedError(MegatronPPError, RuntimeError):
-    """A rank raised in a row, which the message names."""
+    """A rank raised in a row; the message names the row."""
 
 
 def asked(request: pytest.FixtureRequest, names: Iterable[str]) -> list[str]:
-    """Of these rows those of which the tests of the module, as they were chosen, have the ``name``. So one row can be
-    run by itself."""
+    """Return the ``names`` whose tests pytest has chosen in this module, so that one row can be run by itself."""
     tests = [item for item in request.session.items if item.path == request.path]
     wanted = {item.callspec.params.get("name") for item in tests if hasattr(item, "callspec")}
     return [name for name in names if name in wanted]
 
 
 def run_rows(table: str, names: Iterable[str], world: int, **more: Any) -> dict[str, list[Compared]]:
-    """By row, what each rank that took part found. ``table``: ``module:attribute`` of a dict of rows by name. ``world``
-    processes run all rows, so many at a time as there are ranks for. ``more``: arguments of ``run_processes``."""
+    """Run the rows on ``world`` processes, as many at a time as fit, and return by row the results of the ranks that
+    took part. ``table``: ``module:attribute`` of a dict of rows by name. ``more``: arguments of ``run_processes``."""
     names = list(names)
     given = {"timeout": 240.0, "start_method": "mixed", **more}
     ranks = run_processes(rank_main, world, (table, names), **given)
@@ -95,7 +95,7 @@ def run_rows(table: str, names: Iterable[str], world: int, **more: Any) -> dict[
 
 
 def assert_equal(row: Row, ranks: list[Compared]) -> None:
-    """All numbers that are expected were there, and none was another."""
+    """Assert that the ranks found all expected numbers, and that no number differs."""
     assert len(ranks) == row.ranks
     texts = [f"rank {rank}: {text}" for rank, of_rank in enumerate(ranks) for text in of_rank.differences]
     found, expected = set[str](), set[str]()
@@ -108,7 +108,7 @@ def assert_equal(row: Row, ranks: list[Compared]) -> None:
 
 
 def rank_main(rank: int, world: int, table: str, names: list[str]) -> dict[str, Compared]:
-    """The rows of ``names`` that this process takes part in."""
+    """Run the rows of ``names`` in which this process takes part, and return its results."""
     torch.set_num_threads(1)
     module, _, attribute = table.partition(":")
     rows: dict[str, Row] = getattr(importlib.import_module(module), attribute)
@@ -125,8 +125,7 @@ def rank_main(rank: int, world: int, table: str, names: list[str]) -> dict[str, 
 
 
 def _layouts(rank: int, world: int, rows: list[Row]) -> dict[tuple[int, int], tuple[int, Place]]:
-    """By size and replicas, this process's lane (which takes rows in turn with the others) and its place. Made by all
-    processes in one order."""
+    """Return by (size, replicas) the lane of this process, and its place. Lanes take rows in turn."""
     groups: dict[tuple[int, ...], Any] = {}
 
     def group_of(ranks: range) -> Any:
@@ -157,7 +156,7 @@ def _compared(name: str, row: Row, place: Place) -> Compared:
 
 
 def differences(found: Numbers, expected: Numbers, near: float = 0.0) -> list[str]:
-    """In words, of the numbers that were found."""
+    """Return the differences of the numbers found from the expected ones, as text."""
     texts = [f"{name} was not expected" for name in found.keys() - expected.keys()]
     largest = max((_size(number) for number in expected.values()), default=0.0) if near else 0.0
     for name in sorted(found.keys() & expected.keys()):
@@ -184,7 +183,7 @@ def _tensor(number: Tensor | float) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Of all ranks, where FSDP2 has sharded it; dense."""
+    """Return the tensor as a dense one; gathered from all ranks if FSDP2 has sharded it."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     return tensor.to_dense() if tensor.is_sparse else tensor

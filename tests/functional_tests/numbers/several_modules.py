@@ -16,7 +16,7 @@ from testkit.models.module_models import RankChunks, Reference, Setup, forward_s
 from tests.functional_tests.numbers.rows import Numbers, Place, Row, differences
 
 RANKS = 6
-"""Of the job. In most rows some are in no module; they take no steps."""
+"""Ranks of the job. In most rows some of them are in no module; they take no steps."""
 
 SETUPS = {
     "an encoder": Setup((module_on("vision"), module_on("llm", 1)), {"vision": ["llm"]}),
@@ -93,7 +93,7 @@ class SeveralModules:
     setup: Setup
 
     def run(self, place: Place) -> Numbers:
-        """Of the modules on this rank."""
+        """Return the numbers of the modules on this rank."""
         pipeline = ModulesPipeline(self.setup.modules, self.setup.topology)  # by all ranks of the job
         if pipeline.graph is None:
             return {}
@@ -107,7 +107,7 @@ class SeveralModules:
 
 
 def steps_of(setup: Setup, pipeline: ModulesPipeline, rank: int, **more: Any) -> Steps:
-    """``more``: arguments of the schedule function."""
+    """Take the steps of this rank, and return them. ``more``: arguments of the schedule function."""
     chunks = RankChunks(setup, rank)
     found = []
     for step in range(setup.steps):
@@ -124,7 +124,8 @@ def steps_of(setup: Setup, pipeline: ModulesPipeline, rank: int, **more: Any) ->
 
 
 def numbers_of(setup: Setup, rank: int, steps: Steps) -> Numbers:
-    """By name. No gradient is 0; losses are of the last module's replica that the rank is in."""
+    """Return losses and gradients by name, and assert that no gradient is 0. Losses are those of the replica of the
+    last module to which the rank belongs."""
     sink = next(module for module in setup.modules if module.name == sink_of(setup))
     last = [replica for replica, stages in enumerate(sink.ranks) if rank in stages[-1]]
     numbers: dict[str, Tensor | float | None] = {}
@@ -145,7 +146,7 @@ def one_process(setup: Setup, references: Sequence[Reference]) -> Numbers:
 
 
 def assert_equal(setup: Setup, found: Sequence[Steps], wanted: Sequence[Reference]) -> None:
-    """The steps of all ranks, however they ran, have the numbers of one process."""
+    """Assert that the steps of all ranks have the numbers of one process."""
     expected, names = one_process(setup, wanted), set[str]()
     for rank, steps in enumerate(found):
         numbers = numbers_of(setup, rank, steps)

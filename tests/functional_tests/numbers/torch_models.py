@@ -1,4 +1,4 @@
-"""Modules of stages, each with what a runtime of stages may get wrong."""
+"""Modules of stages, each with a feature that a runtime of stages may get wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUEUE: list[Any] = []
 
 
 class Block(nn.Module):
-    """Layers of several kinds, and a parameter of no layer."""
+    """Layers of several kinds, and a parameter that belongs to no layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Tied(nn.Module):
 
 
 class Shifted(nn.Module):
-    """Two parameters with one gradient, which autograd passes on as one tensor; and an output that nobody uses."""
+    """Two parameters with equal gradients, which autograd passes on as one tensor, and an output that no stage uses."""
 
     def __init__(self, last: bool) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Shifted(nn.Module):
 
 
 class Skipping(nn.Module):
-    """For ``pipeline()``: four stages, of which the last uses an output of the first."""
+    """A model for ``pipeline()``: four stages; the last one uses an output of the first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Rows of torch's pipeline stages: torch's own runtime and PlanSchedule come to the same bits, and what else
-PlanSchedule must be equal to. ``torch_stages.py`` has what is compared with one process.
+"""Rows of torch's pipeline stages that compare the bits of PlanSchedule with those of torch's own runtime, or of other
+ways to run them. ``torch_stages.py`` has the rows that are compared with one process.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def tied(number: int, count: int) -> nn.Module:
 def stages_of(
     place: Place, numbers: tuple[int, ...], modules: list[nn.Module], static: bool = False
 ) -> list[PipelineStage]:
-    """``static``: shapes are given; else torch's runtime finds them by a forward and a backward, which
-    DistributedDataParallel takes for a step."""
+    """Return the rank's stages. ``static``: shapes are given; else torch's runtime finds them by a forward and a
+    backward, which DistributedDataParallel mistakes for a step."""
     count, like = place.size * len(numbers), torch.zeros(SAMPLES, HIDDEN)
     stages = []
     for number, module in zip(numbers, modules, strict=True):
@@ -86,7 +86,7 @@ def train(
     replica: int = 0,
     whole: Callable[[Any], Tensor] = Tensor.clone,
 ) -> list[Tensor]:
-    """Losses, outputs and gradients, these made ``whole``, of two steps."""
+    """Take two steps, and return losses, outputs and gradients, the last after ``whole``."""
     found: list[Tensor] = []
     for step in range(2):
         for module in modules:
@@ -103,7 +103,7 @@ def train(
 
 
 def train_ours(place: Place, name: str = "zb_v", make: Maker = block, store: bool = False) -> list[Tensor]:
-    """``train`` of a V under our plan. ``store``: the caller converts the modules, not PlanSchedule."""
+    """Call ``train`` for a V under our plan. ``store``: the caller converts the modules, not PlanSchedule."""
     count, numbers = 6, stage_numbers(name, place.size, 2)[place.rank]
     modules = modules_of(place, numbers, place.size * 2, make)
     if store:
@@ -122,7 +122,7 @@ def evaluate(schedule: Any, stages: list[Any], count: int) -> list[Tensor]:
 
 
 def microbatches(place: Place) -> int:
-    """Three rounds on two ranks; two on more, where all schedules still come to their steady state."""
+    """Return three rounds on two ranks, and two rounds on more, where all schedules still reach their steady state."""
     return (3 if place.size == 2 else 2) * place.size
 
 
@@ -134,9 +134,9 @@ def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def compare(place: Place, name: str, make: Maker = block, table: bool = False) -> float:
-    """The largest difference between torch's runtime and ours in two training steps and, where torch can, an
-    evaluation. ``table``: ours runs torch's own table; so it does for LoopedBFS, whose backwards are from the last
-    microbatch to the first."""
+    """Return the largest difference between torch's runtime and ours in two training steps, and in an evaluation if
+    torch's schedule can evaluate. ``table``: ours runs torch's own table. It does so for LoopedBFS too, whose backwards
+    run from the last microbatch to the first."""
     count, chunks = microbatches(place), CHUNKS[name]
     numbers = stage_numbers(shape_of(name), place.size, chunks)[place.rank]
     evaluates = name not in V_SHAPED  # torch's V schedules raise
@@ -156,7 +156,7 @@ def compare(place: Place, name: str, make: Maker = block, table: bool = False) -
 
 
 def compare_sharded(place: Place, name: str, **more: Any) -> float:
-    """With stages that FSDP2 shards; ``more``: for ``fully_shard``."""
+    """Compare with stages that FSDP2 shards. ``more``: arguments of ``fully_shard``."""
     count, chunks = microbatches(place), CHUNKS[name]
     numbers = stage_numbers(shape_of(name), place.size, chunks)[place.rank]
     mesh = DeviceMesh.from_group(place.across, "cpu")
@@ -172,8 +172,8 @@ def compare_sharded(place: Place, name: str, **more: Any) -> float:
 
 
 def compare_traced(place: Place, name: str = "GPipe") -> float:
-    """Stages that ``pipeline()`` makes, one of whose outputs skips two stages; torch runs such under its schedules of
-    one stage a rank."""
+    """Compare stages that ``pipeline()`` makes, with an output that skips two stages. torch runs them under its
+    schedules of one stage a rank."""
     torch.default_generator.manual_seed(0)
     pipe = pipeline(Skipping(), (torch.zeros(SAMPLES, HIDDEN),))
     assert pipe.num_stages == place.size
@@ -187,7 +187,7 @@ def compare_traced(place: Place, name: str = "GPipe") -> float:
 
 
 def compare_builders(place: Place, name: str) -> float:
-    """Stages with torch's ``dw_builder``."""
+    """Compare stages with torch's ``dw_builder``."""
     count, chunks, both = 6, CHUNKS[name], []
     numbers = stage_numbers(shape_of(name), place.size, chunks)[place.rank]
     for ours in (False, True):
@@ -202,7 +202,7 @@ def compare_builders(place: Place, name: str) -> float:
 
 
 def compare_builder_beside(place: Place) -> float:
-    """One of a rank's two stages has a ``dw_builder``; beside whole backwards."""
+    """Compare stages of which one of a rank's two has a ``dw_builder`` with whole backwards."""
     count, both = 6, []
     numbers = stage_numbers("zb_v", place.size, 2)[place.rank]
     for name in ("1f1b_v", "zb_v"):
@@ -218,7 +218,7 @@ def compare_builder_beside(place: Place) -> float:
 
 
 def compare_split(place: Place) -> float:
-    """Backwards that are split beside whole ones."""
+    """Compare split backwards with whole ones."""
     return largest_difference(*(train_ours(place, name, _shifted) for name in ("zb_v", "1f1b_v")))
 
 
@@ -227,13 +227,13 @@ def _shifted(number: int, count: int) -> nn.Module:
 
 
 def compare_store(place: Place) -> float:
-    """Modules that the caller has converted beside those that PlanSchedule converts."""
+    """Compare modules that the caller has converted with modules that PlanSchedule converts."""
     return largest_difference(*(train_ours(place, store=store) for store in (False, True)))
 
 
 def compare_given(place: Place) -> float:
-    """Microbatches that the caller has cut, keyword arguments, and a second step on top of the gradients of the first,
-    beside the whole model in one process."""
+    """Compare with the whole model in one process: microbatches that the caller has cut, keyword arguments, and a
+    second step that adds to the gradients of the first."""
     count, size = 4, place.size
     numbers, every = stage_numbers("1f1b", size, 1)[place.rank], tuple(range(size))
     modules, whole = modules_of(place, numbers, size, block), modules_of(place, every, size, block)
@@ -265,7 +265,7 @@ def compare_given(place: Place) -> float:
 
 
 def refusals(rank: int, size: int) -> dict[str, str]:
-    """What each misuse says, on this rank, before anything is sent."""
+    """Return the error of each misuse on this rank, which is raised before anything is sent."""
 
     def made(numbers: tuple[int, ...], schedule: str, microbatches: int = 4, count: int = 0) -> PlanSchedule:
         given = [PipelineStage(Block(), n, count or size * len(numbers), CPU) for n in numbers]
@@ -304,7 +304,7 @@ def refusals(rank: int, size: int) -> dict[str, str]:
 
 
 def row_of(check: Callable[[Place], float], size: int = 2, replicas: int = 1) -> Row:
-    """Of a check that returns the largest difference on its rank."""
+    """Return the row of a check that returns the largest difference on its rank."""
 
     def run(place: Place) -> Numbers:
         with warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """Rows of torch's pipeline stages under our plans: losses, outputs, all gradients, values, buffers and counts of calls.
 
-Two training steps with an evaluation between them. Most models keep the gradients of the first step, to which those of
-the second are added.
+A row has two training steps and an evaluation between them. In most models the second step adds to the gradients of the
+first.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ NEAR = 1e-5
 
 
 def shape_of(name: str) -> str:
-    """A schedule of ours that places stages as torch's does."""
+    """Return a schedule of ours that places stages as torch's schedule ``name`` does."""
     return "zb_v" if name in V_SHAPED else "breadth_first" if CHUNKS[name] > 1 else "1f1b"
 
 
 @dataclass(frozen=True)
 class Stages:
-    """``schedule``: our name or torch's. ``runtime``: what takes the steps, from the stages and this description."""
+    """One row. ``schedule``: our name or torch's. ``runtime``: makes what takes the steps, from this description and
+    the stages."""
 
     schedule: str
     model: str
@@ -63,8 +64,8 @@ class Stages:
     replicas: int = 1
     wrapped: str = ""
     own_batches: bool = False
-    """Of each replica; else all have the same, and the mean of their gradients is each one's. With them ``count`` is a
-    power of two, so that it does not matter which division comes first."""
+    """Whether each replica has its own batches; else all have the same, and the mean of their gradients is each one's.
+    With own batches ``count`` is a power of two, so that the order of the divisions does not matter."""
     runtime: str = "ours"
     fields: tuple[tuple[str, Any], ...] = field(default=())
 
@@ -79,12 +80,12 @@ class Stages:
 
     @property
     def evaluates(self) -> bool:
-        """torch's runtime does not under all schedules."""
+        """Whether the row evaluates; torch's runtime cannot under all schedules."""
         return not self.runtime.endswith("in torch")
 
     @property
     def divisor(self) -> int:
-        """Of gradients. torch's runtime divides those of its own schedules alone."""
+        """Return the divisor of gradients. torch's runtime divides only under its own schedules."""
         return 1 if self.runtime == "our plan in torch" else self.count
 
     @property
@@ -129,8 +130,8 @@ class Stages:
         return found
 
     def _stage(self, module: nn.Module, number: int, place: Place) -> PipelineStage:
-        """With shapes for DistributedDataParallel; else torch's runtime finds them by a forward and a backward, which
-        it takes for a step."""
+        """Return a stage, with shapes under DistributedDataParallel: torch's runtime would find them by a forward and a
+        backward, which DistributedDataParallel mistakes for a step."""
         shapes: dict[str, Any] = {}
         if self.wrapped == DDP:
             like = torch.zeros(SAMPLES, H)
@@ -143,7 +144,7 @@ class Stages:
             return self._expected(place)
 
     def _expected(self, place: Place) -> Numbers:
-        """Of one process; each gradient is the mean over the replicas."""
+        """Return the numbers of one process; each gradient is the mean over the replicas."""
         every = range(self.replicas) if self.own_batches else [0]
         given = self.model, self.size * self.chunks
         then = self.divisor, self.evaluates, self.wrapped != FSDP
@@ -165,8 +166,8 @@ RUNS = (True, False, True)
 
 @functools.lru_cache(maxsize=16)
 def one_process(model: str, stages: int, batches: Batches, divisor: int, evaluates: bool, each: bool) -> Numbers:
-    """All stages, one after another. Gradients are divided, and added to those that are there. ``each``: the state of
-    stages after each run, or after the last alone."""
+    """Run all stages one after another. Gradients are divided, and added to those of earlier steps. ``each``: return
+    the state of stages after each run, else after the last one."""
     case, made = MODELS[model], stages_of(MODELS[model], stages)
     found: dict[str, Any] = {}
     for run, trains in enumerate(RUNS):
@@ -183,13 +184,13 @@ def one_process(model: str, stages: int, batches: Batches, divisor: int, evaluat
 
 
 class Batches(NamedTuple):
-    """Of a replica, in microbatches."""
+    """The batches of a replica, in microbatches."""
 
     count: int
     replica: int
 
     def of(self, run: int) -> tuple[Tensor, Tensor]:
-        """Input and target."""
+        """Return input and target."""
         generator = torch.Generator().manual_seed(run + 100 * self.replica)
         shape = self.count * SAMPLES, H
         return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
@@ -197,7 +198,7 @@ class Batches(NamedTuple):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings that odd models are for."""
+    """Suppress the warnings that the unusual models provoke."""
     logger = logging.getLogger("megatron_pp")
     level = logger.level
     with warnings.catch_warnings():
@@ -224,7 +225,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 def run_in_one_process(
     stages: list[nn.Module], batch: tuple[Tensor, Tensor], microbatches: int, divisor: int
 ) -> tuple[list[Tensor], Tensor]:
-    """Losses, and the outputs of all microbatches. ``divisor`` of the gradients; 0 in evaluation."""
+    """Return losses and the outputs of all microbatches. ``divisor``: divides the gradients; 0 in evaluation."""
     x, target = batch
     trains = divisor > 0
     losses, outputs = [], []
@@ -257,7 +258,7 @@ def named_losses(run: int, losses: list[Any], outputs: Any) -> dict[str, Any]:
 
 
 def named_state(run: int, number: int, stage: nn.Module) -> dict[str, Any]:
-    """Gradients, values, buffers and counts of a stage."""
+    """Return gradients, values, buffers and counts of a stage, by name."""
     found: dict[str, Tensor | None] = {}
     for name, parameter in stage.named_parameters():
         grad = parameter.grad
@@ -279,7 +280,7 @@ def named_state(run: int, number: int, stage: nn.Module) -> dict[str, Any]:
 
 
 def sharded(stage: Any, place: Place) -> Any:
-    """By FSDP2, a part by itself within the whole."""
+    """Shard a part of the stage by FSDP2, then the whole stage."""
     mesh = DeviceMesh.from_group(place.across, "cpu")
     other = getattr(stage, "other", None)
     for part in getattr(stage, "blocks", [other] if isinstance(other, nn.Linear) else []):
@@ -303,14 +304,14 @@ def ours(steps: Stages, stages: Sequence[PipelineStage], place: Place) -> Iterat
 
 @contextmanager
 def torchs_table(steps: Stages, stages: Sequence[PipelineStage], place: Place) -> Iterator[Any]:
-    """Ours, with torch's own table of the schedule, with its communication."""
+    """Yield our runtime, which runs torch's own table of the schedule with its communication."""
     with table_of(torchs(steps.schedule, list(stages), steps.count), place) as path:
         yield PlanSchedule(list(stages), steps.count, loss_fn, schedule=path)
 
 
 @contextmanager
 def our_plan_in_torch(steps: Stages, stages: Sequence[PipelineStage], place: Place) -> Iterator[Any]:
-    """torch's runtime, with our plan written for it."""
+    """Yield torch's runtime, which runs our plan."""
     waits = hasattr(schedules, "WAIT_SEND_F")  # since torch 2.15
     plan = build_plan(PlanSpec(steps.schedule, steps.size, steps.chunks, steps.count, channels="shared"))
     runtime = schedules._PipelineScheduleRuntime(list(stages), steps.count, loss_fn=loss_fn, scale_grads=False)
@@ -323,7 +324,7 @@ def our_plan_in_torch(steps: Stages, stages: Sequence[PipelineStage], place: Pla
 
 @contextmanager
 def our_order_in_torch(steps: Stages, stages: Sequence[PipelineStage], place: Place) -> Iterator[Any]:
-    """torch's runtime, with our schedule's ``pipeline_order``."""
+    """Yield torch's runtime, which runs our schedule's ``pipeline_order``."""
     runtime = schedules._PipelineScheduleRuntime(list(stages), steps.count, loss_fn=loss_fn)
     schedule = PlanSchedule(list(stages), steps.count, loss_fn, schedule=steps.schedule)
     runtime._prepare_schedule_with_comms(schedule.pipeline_order)
@@ -339,7 +340,7 @@ RUNTIMES: dict[str, Callable[[Stages, Sequence[PipelineStage], Place], Any]] = {
 
 
 def torchs(name: str, stages: list[PipelineStage], count: int, **more: Any) -> Any:
-    """torch's own schedule."""
+    """Return torch's own schedule."""
     return getattr(schedules, f"Schedule{name}")(
         stages if len(stages) > 1 else stages[0], count, loss_fn=loss_fn, **more
     )
@@ -347,7 +348,7 @@ def torchs(name: str, stages: list[PipelineStage], count: int, **more: Any) -> A
 
 @contextmanager
 def table_of(schedule: Any, place: Place) -> Iterator[str]:
-    """The path of torch's own table of ``schedule``, with its communication."""
+    """Yield the path of torch's own table of ``schedule``, with its communication."""
     paths: list[Any] = [None]
     with tempfile.TemporaryDirectory() as folder:
         if place.rank == 0:
@@ -366,7 +367,8 @@ def rows_of(cases: Sequence[Stages]) -> dict[str, Row]:
 
 
 def nearness(steps: Stages) -> float:
-    """Backwards of LoopedBFS in torch's table are from the last microbatch to the first."""
+    """Return 0, or a tolerance if gradients are added in a different order: in torch's LoopedBFS backwards run from the
+    last microbatch to the first."""
     reversed_sums = steps.schedule == "LoopedBFS" and steps.runtime != "ours"
     reduced_each = dict(steps.fields).get("fsdp_collectives") == "zero3"
     return NEAR if steps.case.rounds or reversed_sums or reduced_each else 0.0
@@ -387,15 +389,15 @@ ODD_SHARDED = [
 
 
 def in_turn(table: Sequence[Sequence[Stages]], parts: int) -> dict[str, Row]:
-    """Of each schedule's rows one of so many, in turn over the models. The first is drawn. With as many parts as there
-    are schedules each model runs under one of them."""
+    """Return one of ``parts`` of each schedule's rows, in turn over the models; the first one is drawn. With as many
+    parts as schedules, each model runs under one schedule."""
     parts = 1 if EXHAUSTIVE else parts
     (first,) = drawn(range(parts), 1)
     return rows_of([steps for k, of in enumerate(table) for i, steps in enumerate(of) if (k + i) % parts == first])
 
 
 def odd_of_this_run() -> dict[str, Row]:
-    """Each model under one schedule that splits backwards, and some under those that do not."""
+    """Return each model under one schedule that splits backwards, and some models under schedules that do not."""
     splitting, others = ODD[: len(OUR_SPLITTING)], ODD[len(OUR_SPLITTING) :]
     return in_turn(splitting, len(splitting)) | {name: ROWS[name] for of in others for name in drawn(rows_of(of), 4)}
 

@@ -1,4 +1,4 @@
-"""The memory of whole stages under FSDP2, beside what the plan counts."""
+"""Compares the memory of whole stages under FSDP2 with the plan's count."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_pp.runtime.executor import Handler, PlanExecutor
 from megatron_pp.testing.toy import HIDDEN
 
 STAGE_BYTES = 4 * (HIDDEN * HIDDEN + 2 * HIDDEN)
-"""Of a ToyBlock's parameters, and of their gradients."""
+"""Bytes of a ToyBlock's parameters; their gradients have as many."""
 
 
 @contextmanager
 def watched(rank: int, most: int | None) -> Iterator[None]:
-    """The bytes of whole parameters and gradients after each instruction of a rank's steps are those that the plan
-    counts, and no more than ``most`` stages are whole. For stages that are ToyBlocks."""
+    """Assert that the bytes of whole parameters and gradients after each instruction of a rank's steps are those that
+    the plan counts, and that at most ``most`` stages are whole. Stages must be ToyBlocks."""
     watch, original = _Watch(), FsdpRunner.attach
 
     def attach(runner: FsdpRunner, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
@@ -71,7 +71,7 @@ class _Watch:
         )
 
     def differences(self, rank: int, most: int | None) -> list[str]:
-        """From what the plan counts, in words."""
+        """Return the differences from the plan's count, as text."""
         parameters, gradients = (list(map(len, part)) for part in whole_stages(self.plan, rank))
         arriving = reducing = 0
         off = []
