@@ -30,3 +30,20 @@ def test_a_recomputed_mlp_with_a_bias_recomputes_itself_without_end() -> None:
     check = "tests.functional_tests.megatron_layer_checks:depth_of_recomputation"
     with_bias, without = run_jobs([Job(Case(model, microbatches=2), check=check) for model in models])
     assert (with_bias.facts, without.facts) == ([4], [1]), (with_bias.message, without.message)
+
+
+def test_a_weight_without_gradients_stops_a_reduction_that_waits_for_it() -> None:
+    """With multi-token prediction and tied embeddings, the last stage has a weight that nothing uses. Megatron's scripts
+    align reductions by default: each stage then starts them after its last backward, and waits for no weight.
+    """
+    prediction = Model(layers=2, tied=True, extra_config=(("mtp_num_layers", 1),))
+    theirs = Case(prediction, engine="megatron", pp=2, microbatches=2, steps=2, optimizer="adam", deallocate=False)
+    theirs = dataclasses.replace(theirs, overlap_grad_reduce=True)
+    untied = dataclasses.replace(theirs, model=dataclasses.replace(prediction, tied=False))
+    aligned = dataclasses.replace(theirs, align_param_gather=True)  # and the reductions, as in the scripts
+    afterwards = dataclasses.replace(theirs, overlap_grad_reduce=False)
+    ours = dataclasses.replace(theirs, engine="ours", deallocate=True)
+    cases = theirs, ours, untied, aligned, afterwards, dataclasses.replace(ours, align_param_gather=True)
+    *stopped, _, _, _, _ = outcomes = run_jobs([Job(case, deadline=60.0) for case in cases])
+    assert [(one.status, one.message[:23]) for one in stopped] == [("error", "rank 1: AssertionError:")] * 2
+    assert [one.status for one in outcomes[2:]] == ["ok"] * 4, [one.message for one in outcomes]

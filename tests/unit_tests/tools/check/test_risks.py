@@ -38,6 +38,7 @@ SINKS = {"softmax_type": "learnable", "tensor_model_parallel_size": 2}
 DELTA = {"experimental_attention_variant": "gated_delta_net", "tensor_model_parallel_size": 2}
 MASKED = {"context_parallel_size": 2, "sft": True}
 MTP = {"mtp_num_layers": 1, "context_parallel_size": 2}
+PREDICTION = {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}
 SHARDED = {"use_megatron_fsdp": True, "pipeline_model_parallel_size": 2, "ckpt_format": "fsdp_dtensor", "load": "a"}
 PACKED = {"pipeline_model_parallel_size": 12, "sft": True}
 ENDS = {"pipeline_model_parallel_size": 2, "num_layers": 48, "decoder_first_pipeline_num_layers": 11}
@@ -108,6 +109,12 @@ NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "0.16.1",
     ),
     "mtp-without-tokens-is-nan": (MTP, {"mtp_num_layers": 0}, "0.16.1", "0.17.0"),
+    "prediction-with-tied-embeddings-and-unaligned-reduction": (
+        {**PREDICTION, "align_grad_reduce": False},
+        {"align_grad_reduce": True},
+        "0.19.2",
+        "",
+    ),
     "fsdp-checkpoint-of-another-pipeline": (SHARDED, {"load": None}, "0.19.2", ""),
     "layers-without-a-stage": (
         {**ENDS, "decoder_last_pipeline_num_layers": 13},
