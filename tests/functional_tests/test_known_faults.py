@@ -33,8 +33,8 @@ def test_a_recomputed_mlp_with_a_bias_recomputes_itself_without_end() -> None:
 
 
 def test_a_weight_without_gradients_stops_a_reduction_that_waits_for_it() -> None:
-    """With multi-token prediction and tied embeddings, the last stage has a weight that nothing uses. Megatron's scripts
-    align reductions by default: each stage then starts them after its last backward, and waits for no weight.
+    """With multi-token prediction and tied embeddings, the last stage has a weight that nothing uses. Megatron's
+    scripts align reductions by default: each stage then starts them after its last backward, and waits for no weight.
     """
     prediction = Model(layers=2, tied=True, extra_config=(("mtp_num_layers", 1),))
     theirs = Case(prediction, engine="megatron", pp=2, microbatches=2, steps=2, optimizer="adam", deallocate=False)
