@@ -19,6 +19,8 @@ FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 CONSTRAINTS = (ROOT / "scripts" / "constraints.txt").read_text()
 # Programs of an environment that scripts/setup_env.sh makes with the extras of the job.
 IN_ENVIRONMENT = {".venv/bin/python", ".venv/bin/lint-imports"}
+CI_EXAMPLES = sorted((ROOT / "examples" / "ci").glob("*.yml"))
+FIRST_ON_NODE_24 = {"actions/checkout": 5, "actions/setup-python": 6, "actions/upload-artifact": 6}
 # Texts in which this project's own paths are looked for.
 TEXTS = (
     "CONTRIBUTING.md",
@@ -64,6 +66,13 @@ def test_a_workflow_can_change_nothing_and_ends(path: Path) -> None:
     for step in steps_of(workflow):
         assert "${{" not in step.get("run", ""), "an input in the text of a command would be run"
         assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step.get("uses", "some/action@v1"))
+
+
+@pytest.mark.parametrize("path", [*WORKFLOWS, *CI_EXAMPLES], ids=lambda path: path.name)
+def test_actions_run_on_a_node_that_runners_have(path: Path) -> None:
+    """GitHub's runners have no Node 20 since September 2026."""
+    found = re.findall(r"uses: ([\w-]+/[\w-]+)@v(\d+)", path.read_text(encoding="utf-8"))
+    assert [(name, int(major)) for name, major in found if int(major) < FIRST_ON_NODE_24[name]] == []
 
 
 def test_every_supported_python_is_tested_and_gets_a_wheel() -> None:
