@@ -24,6 +24,13 @@ Nothing was measured over NVLink.
 _UNLIMITED = 32  # the pipeline group's then (NVIDIA/nccl#1685)
 
 
+def measured_at_most(estimated: float) -> float:
+    """Bytes that a process takes beside what torch allocates, as far as was measured, if ``estimated`` bytes are
+    estimated for communicators and context; 0 if nothing is estimated.
+    """
+    return estimated + MEASURED_MORE if estimated else 0.0
+
+
 @dataclass(frozen=True)
 class Communicators:
     """Those of one kind that a rank is a member of.

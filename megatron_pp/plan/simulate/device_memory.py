@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megatron_pp.plan.costs.communicators import MEASURED_MORE, Communicators, Outside
+from megatron_pp.plan.costs.communicators import Communicators, Outside, measured_at_most
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.simulate.memory import Parts, RankMemory
 
@@ -38,8 +38,7 @@ class DeviceMemory(NamedTuple):
     @property
     def outside_at_most(self) -> float:
         """Communicators and context, with as much more as was measured at most."""
-        known = self.of_communicators + self.context
-        return known + MEASURED_MORE if known else 0.0
+        return measured_at_most(self.of_communicators + self.context)
 
     @property
     def total(self) -> float:

@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from megatron_pp.plan.costs.communicators import measured_at_most
 from megatron_pp.plan.ir.spec import OVERLAP, PLAIN
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.tools.advise.candidates import Candidate, Estimate
 from megatron_pp.tools.advise.evaluate import Outcome
 from megatron_pp.tools.advise.fit import layout_text
+from megatron_pp.tools.advise.gpus import GB
 from megatron_pp.tools.advise.microbatch_order import MicrobatchOrder
 from megatron_pp.tools.advise.model import EMBEDDING, LOSS, PART, STEPS, is_hybrid
 from megatron_pp.tools.advise.pipeline_search import Findings
@@ -147,6 +149,8 @@ def sentences(question: Question, outcome: Outcome) -> list[str]:
         taken = max(_taken(question, outcome))
         outside = f", {taken:.2g} of it for communicators and the CUDA context" if taken else ""
         lines.append(f"memory of each rank {memory} GB, of {question.memory:g}{outside}{host}{bare}")
+        if taken:
+            lines.append(_taken_at_most(taken))
         lines += _recomputed_by_megatron(outcome)
     rates = throughput(question, outcome)
     words = {"tokens_per_second": "tokens/s", "sequences_per_second": "sequences/s"}
@@ -159,6 +163,12 @@ def sentences(question: Question, outcome: Outcome) -> list[str]:
 def _taken(question: Question, outcome: Outcome) -> tuple[float, ...]:
     """The GB of each rank for communicators and the CUDA context."""
     return question.taken(outcome.candidate.placement(question.pipeline_size), outcome.candidate.policy)
+
+
+def _taken_at_most(taken: float) -> str:
+    """How much more than the estimated ``taken`` GB was measured."""
+    most = measured_at_most(taken * GB) / GB
+    return f"communicators and context are estimated for NVLink; over sockets, up to {most:.2g} GB were measured"
 
 
 def _recomputed_by_megatron(outcome: Outcome) -> list[str]:

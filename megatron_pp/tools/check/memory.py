@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pp.errors import MegatronPPError
-from megatron_pp.plan.costs.communicators import MEASURED_MORE
+from megatron_pp.plan.costs.communicators import measured_at_most
 from megatron_pp.tools.advise.gpus import GB, Gpu
 from megatron_pp.tools.check.findings import RISK, Finding, Section
 from megatron_pp.tools.check.jobs.job import TORCHTITAN, Job
@@ -69,7 +69,7 @@ def section(job: Job, gpu: Gpu | None) -> Section:
         "ranks": [{**vars(one), "total": one.total} for one in ranks],
         "device": gpu.memory,
         "fullest": fullest,
-        "communicators_at_most": ranks[fullest].communicators + MEASURED_MORE / GB,
+        "communicators_at_most": measured_at_most(ranks[fullest].communicators * GB) / GB,
     }
     return Section("memory", tuple(lines), tuple(_findings(job, gpu, ranks[fullest].total, fullest)), data)
 
@@ -126,7 +126,7 @@ def _estimated(one: RankMemory, gpu: Gpu) -> str:
         "the communicators of other groups are not included. Estimates were up to "
         f"{TOO_LOW:.0%} lower and {TOO_HIGH:.0%} higher than in measured runs. NCCL and CUDA take an estimated "
         f"{one.communicators:.2g} GB over NVLink; over sockets, up to "
-        f"{one.communicators + MEASURED_MORE / GB:.2g} GB were measured"
+        f"{measured_at_most(one.communicators * GB) / GB:.2g} GB were measured"
     )
 
 
