@@ -18,6 +18,7 @@ from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.releases.versions import ENTRIES
 from megatron_pp.integrations.megatron.steps import combined, resets
 from megatron_pp.integrations.megatron.steps import modules as megatron_modules
+from megatron_pp.integrations.megatron.steps.call import MegatronHost
 from megatron_pp.integrations.megatron.steps.scope import reason_not_served, without_defaults
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.memory_transport import MemoryNetwork
@@ -334,3 +335,35 @@ def test_fsdp_gathers_again_after_evaluation(version: str, does: bool) -> None:
     chunks = [chunk(True, True), chunk(True, False), chunk(False, True), SimpleNamespace()]
     resets.resynchronise_fsdp(megatron(version), chunks)
     assert recorder.calls == ([("gather",)] if does else [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "alone", "forward_only", "called"),
+    [
+        ({}, False, False, []),
+        ({"moe_paged_stash": True}, False, False, ["stash"]),
+        ({"fine_grained_activation_offloading": True}, False, False, ["offload"]),
+        ({"fine_grained_activation_offloading": True}, True, True, ["offload", "gather"]),
+        ({}, True, True, ["gather"]),
+        ({}, True, False, []),
+    ],
+)
+def test_a_step_resets_what_its_model_has(
+    fields: dict[str, Any], alone: bool, forward_only: bool, called: list[str]
+) -> None:
+    recorder, config = Recorder(), SimpleNamespace(**fields)
+    ddp = SimpleNamespace(use_megatron_fsdp=True, overlap_param_gather=True)
+    chunk = SimpleNamespace(ddp_config=ddp, synchronize_param_gather=recorder.named("gather"))
+    host: Any = object.__new__(MegatronHost)
+    host.megatron = megatron(
+        "0.18.0",
+        paged_stash_reset=recorder.named("stash"),
+        off_interface=SimpleNamespace(reset=recorder.named("offload")),
+    )
+    host.config, host.alone = config, alone
+    host.inputs = SimpleNamespace(config=config, forward_only=forward_only, pg_collection=None, chunks=[chunk])
+    settings = SimpleNamespace(timers=None, finalize_model_grads_func=None)
+    step: Any = SimpleNamespace(settings=settings, communicator=SimpleNamespace(size=1), cp_size=1)
+    host.begin(step)
+    host.finish(step, None)
+    assert [name for name, *_ in recorder.calls] == called
