@@ -58,8 +58,8 @@ def megatron_models_run(outcome: Outcome) -> bool:
 
 
 def megatron_flags(question: Question, outcome: Outcome) -> list[str]:
-    """The arguments for Megatron's scripts. Megatron has one number of recomputed layers for all stages; the largest is
-    taken. If layers are not known, there are no arguments for recomputation.
+    """The arguments for Megatron's scripts. Megatron has one number of recomputed layers for all stages, so the largest
+    is used. If layers are not known, there are no arguments for recomputation.
     """
     chosen, fit = outcome.candidate, outcome.fit
     flags = ["--pipeline-model-parallel-size", str(question.pipeline_size)]
@@ -98,7 +98,7 @@ _SMALL = 0.002  # smaller differences of shares are not mentioned
 
 
 def in_one_line(question: Question, outcome: Outcome) -> str:
-    """``zb_v, V=2 on a V, M=64 microbatches of 1, group 8, overlap, ...``."""
+    """The recommendation: ``zb_v: V=2 (v placement), M=64 microbatches of 1, overlap, ...``."""
     chosen = outcome.candidate
     grouped = chosen.family.grouped and chosen.num_chunks > 1
     parts = (
@@ -176,15 +176,15 @@ def _recomputed_by_megatron(outcome: Outcome) -> list[str]:
     if outcome.fit is None or not any(outcome.fit.recomputed):
         return []
     if not layout_of(outcome):
-        return ["what is recomputed is not in the flags below: the layers are not known (--layers N)"]
+        return ["the flags below have no recomputation, because the layers are not known (--layers N)"]
     if rounded(outcome.flagged) == rounded(outcome.step):
         return []
     number = f"Megatron has one number of recomputed layers for all stages, {max(outcome.fit.recomputed)}"
-    return [f"{number}: the step is {outcome.flagged:.4g} ms then"]
+    return [f"{number}: with it the step takes {outcome.flagged:.4g} ms"]
 
 
 def throughput(question: Question, outcome: Outcome) -> dict[str, float | None]:
-    """Tokens and sequences per second of all replicas; MFU of one device."""
+    """The tokens and sequences per second of all replicas, and the MFU of one device."""
     sequences = question.global_batch / outcome.step * 1e3 if outcome.step else 0.0
     flops = question.model(outcome.candidate.micro_batch).flops
     mfu = None
@@ -196,7 +196,7 @@ def throughput(question: Question, outcome: Outcome) -> dict[str, float | None]:
 
 
 def why_not(outcome: Outcome, best: Outcome) -> str:
-    """Why ``outcome`` is not the recommendation."""
+    """The reason why ``outcome`` is not the recommendation."""
     slower, by_flags = (
         rounded(mine) / rounded(theirs) - 1
         for mine, theirs in ((outcome.step, best.step), (outcome.flagged, best.flagged))
@@ -228,7 +228,7 @@ def _work(outcome: Outcome) -> float:
 
 
 def alternatives(findings: Findings) -> list[Outcome]:
-    """The best outcome of every other schedule, fastest first, then the impossible ones."""
+    """The best outcome of each other schedule: the fastest first, then the impossible ones."""
     best = findings.best
     found: dict[tuple[str, str], Outcome] = {}
     order = [*findings.fitting, *(one for one in findings.outcomes if one.refused)]
@@ -252,12 +252,12 @@ def estimated(findings: Findings) -> list[Estimate]:
 def estimated_why(one: Estimate, best: Outcome) -> str:
     if one.candidate.is_bounded:
         least = f"no plan with these stages is faster than {one.step:.4g} ms"
-        return f"not looked at: {least}, {one.step / best.step - 1:+.1%}"
-    return f"not built; by a first estimate {one.step / best.step - 1:+.1%}"
+        return f"not searched: {least}, {one.step / best.step - 1:+.1%}"
+    return f"not built; the first estimate is {one.step / best.step - 1:+.1%}"
 
 
 def as_json(findings: Findings, order: MicrobatchOrder | None = None, measured: str = MEASURED_FILE) -> dict[str, Any]:
-    """The answer as a value for JSON. ``order``: of unequal microbatches. ``measured``: the file with a search's
+    """The answer as a JSON value. ``order`` is that of unequal microbatches, ``measured`` the file with a search's
     costs."""
     question, best = findings.question, findings.best
     return {
@@ -330,6 +330,6 @@ def _counts(stages: Iterable[Iterable[Any]]) -> list[int] | None:
 
 
 def _recomputed(one: Outcome) -> list[float]:
-    """The number of recomputed layers of each stage; if layers are not known, its recomputed share."""
+    """The number of recomputed layers of each stage; the recomputed share if layers are not known."""
     counts = one.fit.recomputed if one.fit is not None else ()
     return [float(count) if layout_of(one) else count / STEPS for count in counts]

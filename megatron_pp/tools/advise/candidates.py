@@ -21,19 +21,19 @@ from megatron_pp.tools.advise.model import Model
 from megatron_pp.tools.advise.pilots import PILOTS, continued
 from megatron_pp.tools.advise.question import Question
 
-_LOGITS = 2  # microbatches between S and T, until a plan is known
-_TENSORS = 4  # pipeline tensors of a chunk beside its stages' inputs, until a plan is known
-_ROOM = 1.5  # times P microbatches: with more memory a search rarely finds a shorter step
-_SEEDS = {LOOP: ("1f1b", "interleaved_1f1b"), "v": ("v_half", "v_half")}  # for one chunk, for several
+_LOGITS = 2  # assumed microbatches between S and T, before a plan is known
+_TENSORS = 4  # assumed pipeline tensors of a chunk without its stages' inputs, before a plan is known
+_ROOM = 1.5  # memory of a search, in P microbatches; with more it rarely finds a shorter step
+_SEEDS = {LOOP: ("1f1b", "interleaved_1f1b"), "v": ("v_half", "v_half")}  # with one chunk, with several
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pipeline that may be recommended; fields as in ``PlanSpec``.
+    """A pipeline that may be recommended. Other fields are those of ``PlanSpec``.
 
     micro_batch   sequences in a microbatch
-    group_size    0: the family's own
-    memory_share  of the device that a search may fill
+    group_size    0 means the family's default
+    memory_share  share of the device's memory that a search may fill
     """
 
     schedule: str
@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether its first estimate is its lower bound."""
+        """Whether the candidate is estimated by its lower bound."""
         return self.searches or bool(self.family.barriers)
 
     def placement(self, pipeline_size: int) -> Placement:
@@ -75,26 +75,28 @@ class Candidate:
         return Shape(pipeline_size, self.num_chunks, count, group, self.slices)
 
     def forwards(self, pipeline_size: int, pilot: bool = False) -> int:
-        """The number of forwards of a step on all stages and slices. ``pilot``: of the longest order of an estimate."""
+        """The number of forwards of a step on all stages and slices. With ``pilot``, of the longest order that is used
+        for
+        an estimate."""
         shape = self.shape(pipeline_size, PILOTS[-1] * pipeline_size if pilot else None)
         return pipeline_size * self.num_chunks * shape.num_microbatches * self.slices
 
     def work(self, pipeline_size: int) -> int:
-        """The work of building, verifying and simulating the plan, in forwards: those of a step, and as many as take
-        the time of the passes over all ranks, about V P of them.
+        """The work to build, verify and simulate the plan, in forwards. It is the forwards of a step, and the forwards
+        that would take the time of about V P passes over all ranks.
         """
         return self.forwards(pipeline_size) + self._turns(pipeline_size)
 
     def work_of_estimate(self, pipeline_size: int) -> int:
-        """The work of its estimate, in forwards: of the pilots; of the bound, which has all microbatches; and of the
-        whole order, if a rank keeps more with every microbatch.
+        """The work of the estimate, in forwards: for the pilots, for the bound, which has all microbatches, and for the
+        whole order if a rank keeps more with each microbatch.
         """
         whole = self.forwards(pipeline_size)
         grows = self.family.repeats is None and not self.searches
         return self.forwards(pipeline_size, pilot=True) + whole * (1 + grows) + self._turns(pipeline_size) // 3
 
     def _turns(self, pipeline_size: int) -> int:
-        """The number of these passes, as measured: a fiftieth of P squared for each chunk of a rank."""
+        """The work of these passes in forwards, as measured: a fiftieth of P squared for each chunk of a rank."""
         return pipeline_size**2 * (50 * (self.num_chunks - 1) + 1) // 50
 
     def __str__(self) -> str:
@@ -113,7 +115,7 @@ class Estimate:
     step     milliseconds, with free buffers and no queues
     peak     GB of the fullest rank
     bound    a lower bound in milliseconds of all plans on this placement with these costs
-    refused  why the candidate is impossible; empty if it is possible
+    refused  the reason if the candidate is impossible, otherwise empty
     """
 
     candidate: Candidate
@@ -141,25 +143,26 @@ def candidates(question: Question) -> Iterator[Candidate]:
 
 
 def why_none(question: Question) -> str:
-    """Why the question allows none of the schedules that it asks for."""
+    """The reasons why the question allows none of its schedules."""
     return "; ".join(_why_untried(question, SCHEDULES[name]) for name in question.tried)
 
 
 def _why_untried(question: Question, family: Family) -> str:
     name = family.name
     if family.splits_weight and not question.splits_backward:
-        return f"{name} splits backwards, and the model cannot (--no-split-backward)"
+        return f"{name} splits backwards, but the model cannot (--no-split-backward)"
     if not _chunks(family, question.most_chunks):
         most = f"at most {question.max_chunks} are tried (--max-chunks)"
-        most = "Megatron has several on two ranks or more (-P)" if question.pipeline_size == 1 else most
-        return f"{name} has {family.chunks or 2} chunks a rank, and {most}"
+        most = "Megatron needs two ranks or more for several chunks (-P)" if question.pipeline_size == 1 else most
+        return f"{name} has {family.chunks or 2} chunks a rank, but {most}"
     if family.sliced:
-        return f"{name} is for slices of sequences, and {question.slices[0]} is tried (--sequence-slices)"
-    return f"{name} offloads, and nothing says how long copies take (--offload-bandwidth)"
+        return f"{name} needs slices of sequences, but --sequence-slices is {question.slices[0]}"
+    return f"{name} offloads, but the time of copies is not known (--offload-bandwidth)"
 
 
 def _with_offloads(question: Question, one: Candidate) -> Iterator[Candidate]:
-    """``one``, and ``one`` with half and with all of its chunks offloaded. A schedule that offloads by itself stays."""
+    """``one``, and ``one`` with half and with all of its chunks offloaded. A schedule that offloads by itself keeps its
+    own number."""
     own = one.family.added(one.shape(question.pipeline_size)).get("offload_chunks", 0)
     if not own:
         yield one
@@ -175,7 +178,7 @@ def _memory_share(question: Question, candidate: Candidate) -> float:
     model = question.model(candidate.micro_batch)
     ranks = question.pipeline_size
     activation = sum(one.activation for one in model.layers) / ranks
-    static = 2 * sum(one.static for one in model.layers) / ranks  # of an unequal rank
+    static = 2 * sum(one.static for one in model.layers) / ranks  # twice the mean, as ranks are unequal
     needed = static + _ROOM * ranks * activation + 8 * question.max_chunks * model.message
     needed += max(question.taken(candidate.placement(ranks), candidate.policy))
     return min(1.0, needed / question.memory) if activation else 1.0
@@ -184,13 +187,13 @@ def _memory_share(question: Question, candidate: Candidate) -> float:
 def _chunks(family: Family, most: int) -> list[int]:
     if family.chunks is not None:
         return [family.chunks] if family.chunks <= most else []
-    # With one chunk, families for several are others of the list.
+    # With one chunk a family for several chunks equals another family.
     return list(range(1 if family.search is not None else 2, most + 1))
 
 
 def estimate(question: Question, candidate: Candidate, bounds: dict[Any, float] | None = None) -> Estimate:
-    """The estimate of a candidate. A search is estimated by its bound. So is a schedule with collectives, which
-    ``order_time`` does not know. ``bounds``: the known bounds; this one is added.
+    """The estimate of a candidate. A search is estimated by its bound, and so is a schedule with collectives, which
+    ``order_time`` does not know. ``bounds`` has the known bounds; the bound of this candidate is added to it.
     """
     model = candidate.model(question)
     try:
@@ -210,8 +213,9 @@ def estimate(question: Question, candidate: Candidate, bounds: dict[Any, float] 
 
 
 def _order_time(question: Question, candidate: Candidate, cut: Fitted, transfer: float) -> float:
-    """The time of a step, extended from two pilots: a further microbatch takes the mean time of those by which the
-    longer pilot exceeds the shorter one."""
+    """The time of a step, extrapolated from two pilots. A further microbatch takes the mean time of the microbatches
+    that
+    the longer pilot has in addition to the shorter one."""
     size, placement = question.pipeline_size, candidate.placement(question.pipeline_size)
     shapes = [candidate.shape(size, pilot * size) for pilot in PILOTS]
     orders = (_orders(candidate.schedule, shape) for shape in shapes)
@@ -223,7 +227,7 @@ def _order_time(question: Question, candidate: Candidate, cut: Fitted, transfer:
 def fixed_memory(
     question: Question, candidate: Candidate, model: Model, tensors: Sequence[int], logits: int = _LOGITS
 ) -> tuple[float, ...]:
-    """GB of each rank for communicators, CUDA context, its pipeline tensors and its share of a split output layer:
+    """GB of each rank for communicators, CUDA context, its pipeline tensors, and its share of a split output layer: the
     parameters, and the logits of ``logits`` microbatches.
     """
     output, ranks = model.output, len(tensors)
@@ -234,15 +238,15 @@ def fixed_memory(
 
 
 def tensors_before(question: Question, candidate: Candidate) -> tuple[int, ...]:
-    """Pipeline tensors of each rank without the inputs of its stages, until a plan is known."""
+    """The assumed pipeline tensors of each rank without the inputs of its stages, before a plan is known."""
     states = states_of(candidate, question.pipeline_size)
     kept = [max(sum(flight) for flight, _ in rank) if question.keep_outputs else 0 for rank in states]
     return tuple(_TENSORS * candidate.num_chunks + outputs for outputs in kept)
 
 
 def cut_model(question: Question, candidate: Candidate, model: Model) -> Fitted:
-    """The model on the candidate's stages, with the recomputation that it needs. Raises PlanError if the layers do not
-    fill the stages.
+    """The model on the candidate's stages, with the recomputation that it needs. Raises PlanError if there are fewer
+    layers than stages.
     """
     size = question.pipeline_size
     placement = candidate.placement(size)
@@ -258,7 +262,8 @@ def cut_model(question: Question, candidate: Candidate, model: Model) -> Fitted:
 
 
 def states_of(candidate: Candidate, pipeline_size: int) -> States:
-    """The most that each rank keeps. For a search it is that of a family with little memory on the same placement."""
+    """The activations that each rank keeps at its peaks. For a search they are those of a family with little memory on
+    the same placement."""
     name = candidate.schedule
     if candidate.searches:
         name = _SEEDS[candidate.family.placement][candidate.num_chunks > 1]

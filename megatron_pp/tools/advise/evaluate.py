@@ -25,18 +25,19 @@ from megatron_pp.tools.advise.rounding import ROUNDING, rounded
 
 @dataclass(frozen=True)
 class Outcome:
-    """A candidate with its numbers, which are 0 if nothing was run.
+    """A candidate with its numbers. They are 0 if no plan was simulated.
 
-    refused      why it is impossible; empty if it is possible
+    refused      the reason if the candidate is impossible, otherwise empty
     spec         the spec of the verified plan; with ``measured`` if a search has made the plan
     step         milliseconds, simulated
-    flagged      the same with Megatron's flags: every stage recomputes as many layers as the one that recomputes most
+    flagged      milliseconds with Megatron's flags: all stages recompute as many layers as the stage that recomputes
+                 most
     bubble       share of all ranks' time without compute
     exposed      shares of all ranks' time: waits for a peer's compute, for messages in flight, behind other messages
-    on_host      the most GB of host memory that a rank has offloaded at one time
+    on_host      the most GB that a rank has offloaded to host memory at one time
     again        share of all ranks' time for recomputation
-    bound        the lower bound of all plans on this placement; None if nothing was run
-    certificate  what ``verify`` has proven
+    bound        the lower bound of all plans on this placement; None if no plan was simulated
+    certificate  the proof of ``verify``
     """
 
     candidate: Candidate
@@ -54,7 +55,8 @@ class Outcome:
 
     @property
     def pinned(self) -> float:
-        """The most GB of host memory, in buffers whose sizes are powers of two."""
+        """The most GB of pinned host memory. Buffers have sizes of powers of two, so it is at most twice
+        ``on_host``."""
         return 2 * self.on_host
 
     @property
@@ -69,9 +71,11 @@ class Outcome:
 
 
 def evaluate(question: Question, candidate: Candidate, cut: Fitted | None = None) -> Outcome:
-    """The candidate with its numbers. ``cut``: the model on its stages, if known. A search plans without recomputation
-    if that fits, unless its lower bound under the memory limit is then above the bound with the recomputation of its
-    estimate.
+    """The candidate with its numbers. ``cut`` is the model on its stages, if known.
+
+    A search plans without recomputation if that fits. It plans with the recomputation of its estimate if the lower
+    bound
+    under the memory limit is then lower.
     """
     model = candidate.model(question)
     try:
@@ -113,7 +117,7 @@ def limits_of(question: Question, candidate: Candidate, model: Model, cut: Fitte
     limits = [question.memory * candidate.memory_share - gb for gb in needed]
     if min(limits) <= 0:
         alone = "parameters, pipeline tensors, communicators and CUDA context alone need"
-        raise PlanError(f"{alone} {max(needed):.3g} GB; a device has {question.memory:g}")
+        raise PlanError(f"{alone} {max(needed):.3g} GB, but a device has {question.memory:g}")
     return tuple(limits)
 
 
@@ -152,7 +156,7 @@ def spec_of(question: Question, candidate: Candidate, measured: Measured | None 
 def _run(
     question: Question, candidate: Candidate, model: Model, cut: Fitted, measured: Measured | None = None
 ) -> Outcome:
-    """Raises PlanError for a plan that is refused."""
+    """Builds, verifies and simulates the plan. Raises PlanError for a plan that is refused."""
     spec = spec_of(question, candidate, measured)
     plan, verdict = verified_plan(spec)
     if question.keep_outputs:
@@ -162,7 +166,7 @@ def _run(
     lines = plan.programs if candidate.offload_chunks else plan.orders
     states = [kept_states(line, candidate.num_chunks) for line in lines]
     room = Room(plan.placement, states, candidate.slices, question.memory, fixed)
-    may_change = question.recompute and not candidate.searches  # a search was made for these costs
+    may_change = question.recompute and not candidate.searches  # a searched plan was made for these costs
     cut = fitted(cut.stages, room, model, may_change) if may_change else _peaks(cut, room)
     network = question.network(model)
     if candidate.offload_chunks and question.host_bandwidth is not None:
@@ -185,7 +189,7 @@ def _run(
         recomputed = ", all layers recomputed" if any(cut.recomputed) else ""
         refused = f"needs {cut.peaks[rank]:.3g} GB on rank {rank}{recomputed}"
     elif not question.takes(candidate.schedule):
-        refused = f"the model would have to split its output layer over all ranks; --schedules {candidate.schedule}"
+        refused = f"the model must split its output layer over all ranks; if it can, --schedules {candidate.schedule}"
     bound = bound_of(plan, cut.costs, network, None if refused else memory).of_step(result.makespan)
     certificate = None if plan.certificate is None else plan.certificate.to_dict()
     hosts = zip(plan.programs, plan.placement.stages, strict=True)
@@ -195,7 +199,8 @@ def _run(
 
 
 def _evenly_recomputed(cut: Fitted) -> StageCosts:
-    """The times if all stages recompute as many layers as the one with most; unchanged if layers are not known."""
+    """The costs if all stages recompute as many layers as the stage that recomputes most; unchanged if layers are not
+    known."""
     if any(one.kind == PART for layers in cut.stages for one in layers):
         return cut.costs
     even = with_recomputed(cut, (max(cut.recomputed),) * len(cut.recomputed)).costs
@@ -203,17 +208,17 @@ def _evenly_recomputed(cut: Fitted) -> StageCosts:
 
 
 def _peaks(cut: Fitted, room: Room) -> Fitted:
-    """``cut`` with the peaks of this plan."""
+    """``cut`` with the peaks of the plan that ``room`` describes."""
     kept = [room.kept(rank, cut.activation, cut.late) for rank in range(len(cut.static))]
     return replace(cut, peaks=tuple(map(math.fsum, zip(cut.static, room.fixed, kept, strict=True))))
 
 
 def tensors_of(verdict: Verdict) -> tuple[int, ...]:
-    """Pipeline tensors of each rank without the inputs of its stages, which their activations count."""
+    """The pipeline tensors of each rank, without the inputs of its stages: these are counted as activations."""
     return tuple(max(0, peaks.tensors - peaks.each.inputs) for peaks in verdict.ranks)
 
 
 def _recomputed_time(cut: Fitted) -> float:
-    """Milliseconds of recomputation per microbatch, all stages together."""
+    """The milliseconds of recomputation per microbatch, of all stages together."""
     plain = sum(one.backward_input for layers in cut.stages for one in layers)
     return max(0.0, sum(cut.costs.backward_input) - plain)

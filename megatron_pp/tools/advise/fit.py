@@ -1,5 +1,5 @@
-"""Layers per stage by time and memory, Megatron's text for them, and how many layers of each stage are recomputed so
-that its rank keeps to the memory limit.
+"""Divides a model into stages by time and memory, writes Megatron's text for them, and recomputes as many layers of a
+stage as its rank needs to keep to the memory limit.
 """
 
 import math
@@ -19,12 +19,12 @@ from megatron_pp.tools.advise.model import LETTERS, MTP, PATTERN, Layer, Model, 
 from megatron_pp.tools.advise.rounding import rounded
 
 Units = Sequence[tuple[Layer, ...]]
-Counts = tuple[int, ...]  # units of each stage, in model order
+Counts = tuple[int, ...]  # number of units of each stage, in model order
 _MOST_MOVES = 60
 
 
 def balanced(units: Units, num_stages: int) -> Counts:
-    """Contiguous stages whose most expensive one is as cheap as can be, each with at least one unit."""
+    """The units per stage, each at least 1, with the least possible work of the most expensive stage."""
     work = [sum(one.work for one in unit) for unit in units]
     low, high = max(work), sum(work)
     for _ in range(50):
@@ -34,7 +34,8 @@ def balanced(units: Units, num_stages: int) -> Counts:
 
 
 def _greedy(work: Sequence[float], num_stages: int, most: float) -> Counts | None:
-    """Stages of at most ``most`` work, filled from the front; None where there would be more of them."""
+    """The units per stage if stages are filled from the front up to the work ``most``; None if this needs more
+    stages."""
     counts, filled = [0], 0.0
     for k, one in enumerate(work):
         left, stages_left = len(work) - k, num_stages - len(counts)
@@ -53,7 +54,9 @@ def stages_of(units: Units, counts: Counts) -> list[tuple[Layer, ...]]:
 
 
 def is_buildable(stages: Sequence[Sequence[Layer]], placement: Placement) -> bool:
-    """Whether Megatron builds them: MTP layers in the last chunk of a rank but the first, on a V with the loss."""
+    """Whether Megatron builds such stages. MTP layers must be in the last chunk of a rank, not of the first rank; on a
+    V
+    they must be on the stage of the loss."""
     if spreads_mtp(one for layers in stages for one in layers):
         return True
     allowed = {row[-1] for row in placement.stages[1:]} if placement.kind == LOOP else set()
@@ -62,8 +65,9 @@ def is_buildable(stages: Sequence[Sequence[Layer]], placement: Placement) -> boo
 
 
 def layout_text(stages: Sequence[Sequence[Layer]]) -> str:
-    """Megatron's ``pipeline_model_parallel_layout``: ``Et*3|(t*4|)*6t*3L``; of a hybrid model the layers of its
-    ``--hybrid-layer-pattern``: ``M-M*|M-M-``.
+    """Megatron's ``pipeline_model_parallel_layout``, such as ``Et*3|(t*4|)*6t*3L``. For a hybrid model, the layers of
+    its
+    ``--hybrid-layer-pattern``, such as ``M-M*|M-M-``.
     """
     if any(is_hybrid(layers) for layers in stages):
         letters = {kind: letter for letter, kind in PATTERN.items()}
@@ -85,12 +89,12 @@ States = Sequence[Sequence[Kept]]  # per rank
 
 @dataclass(frozen=True)
 class Room:
-    """What a schedule needs of every rank's memory.
+    """The memory that a schedule needs on each rank.
 
-    states  what each rank keeps at most, in microbatches (or slices of them) per chunk
-    slices  of each sequence
+    states  the activations that each rank keeps at its peaks, in microbatches (or slices of them) per chunk
+    slices  number of slices of each sequence
     limit   GB of a rank
-    fixed   GB of a rank for pipeline tensors
+    fixed   GB of each rank for pipeline tensors, communicators and context
     """
 
     placement: Placement
@@ -100,7 +104,7 @@ class Room:
     fixed: Sequence[float]
 
     def kept_in_chunks(self, rank: int, activation: Sequence[float], late: Sequence[float]) -> float:
-        """The most that ``rank`` keeps in activations, given those of each of its chunks."""
+        """The most GB of activations that ``rank`` keeps, given the activations of each of its chunks."""
         most = 0.0
         for flight, waiting in self.states[rank]:
             kept = sum(gb * count for gb, count in zip(activation, flight, strict=True))
@@ -108,17 +112,17 @@ class Room:
         return most / self.slices
 
     def kept(self, rank: int, activation: Sequence[float], late: Sequence[float]) -> float:
-        """As ``kept_in_chunks``, given the activations of all stages."""
+        """The most GB of activations that ``rank`` keeps, given the activations of all stages."""
         stages = self.placement.stages[rank]
         return self.kept_in_chunks(rank, [activation[s] for s in stages], [late[s] for s in stages])
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A cut model on its ranks.
+    """A model that is divided into stages.
 
     stages            layers of each stage
-    recomputed        how many of them are recomputed, per stage
+    recomputed        number of recomputed layers of each stage
     costs             times per stage, with recomputation
     activation, late  GB per stage and microbatch
     static, peaks     GB per rank, without and with activations and tensors
@@ -134,8 +138,8 @@ class Fitted:
 
 
 def best_counts(units: Units, room: Room, recompute: bool) -> Counts:
-    """Units per stage, for the least work of the busiest rank under the memory limit. Raises PlanError where Megatron
-    builds no such stages.
+    """The units per stage with the least work of the busiest rank under the memory limit. Raises PlanError if Megatron
+    does not build such stages.
     """
     counts = _fastest(tuple(units), room.placement)
     cuts = _Cuts(units, room, recompute)
@@ -144,21 +148,22 @@ def best_counts(units: Units, room: Room, recompute: bool) -> Counts:
 
 @lru_cache(maxsize=64)
 def _fastest(units: tuple[tuple[Layer, ...], ...], placement: Placement) -> Counts:
-    """Without a memory limit."""
+    """The best units per stage without a memory limit."""
     room = Room(placement, ((),) * placement.pipeline_size, 1, math.inf, (0.0,) * placement.pipeline_size)
     cuts = _Cuts(units, room, False)
     counts = balanced(units, placement.num_stages)
     if not cuts.is_buildable(counts):
-        raise PlanError("Megatron builds no layers for multi-token prediction where this layout has them")
+        raise PlanError("Megatron does not build layers for multi-token prediction on the stages of this layout")
     return cuts.improved(counts)
 
 
 class _OfRank(NamedTuple):
-    """What some layers mean for a rank.
+    """The memory and time of a rank with some layers.
 
-    need     GB without ``fixed`` where nothing is recomputed
-    missing  GB that it lacks where all is recomputed that has to be
-    load     time with that recomputation; ``work``: without
+    need     GB without ``fixed``, if nothing is recomputed
+    missing  GB that the rank lacks after the necessary recomputation
+    load     time with this recomputation
+    work     time without it
     """
 
     need: float
@@ -168,7 +173,7 @@ class _OfRank(NamedTuple):
 
 
 class _Cuts:
-    """What units per stage mean for the ranks. ``recompute``: whether layers may be recomputed."""
+    """Evaluates numbers of units per stage. ``recompute`` says whether layers may be recomputed."""
 
     def __init__(self, units: Units, room: Room, recompute: bool) -> None:
         self.units = units
@@ -182,7 +187,8 @@ class _Cuts:
         self._found: dict[tuple[int, tuple[tuple[int, ...], ...]], _OfRank] = {}
 
     def improved(self, counts: Counts) -> Counts:
-        """``counts`` after moves of one unit to another stage, each the best one, while the price falls."""
+        """``counts`` after moves of a unit to another stage. Each move is the best one; they end when none lowers the
+        price."""
         best, stages = self.price(counts), range(len(counts))
         for _ in range(_MOST_MOVES):
             found = [(best, counts)]
@@ -202,13 +208,16 @@ class _Cuts:
         return [self._of(k, tuple(contents[s] for s in row)) for k, row in enumerate(self.room.placement.stages)]
 
     def _of(self, rank: int, contents: tuple[tuple[int, ...], ...]) -> _OfRank:
-        """Of ``rank``, whose stages hold these units; kept, as most moves change two ranks only."""
+        """Memory and time of ``rank`` if its stages have these units. Results are kept, because most moves change two
+        ranks
+        only."""
         if (rank, contents) not in self._found:
             self._found[rank, contents] = self._worked_out(rank, [[self._known[k] for k in row] for row in contents])
         return self._found[rank, contents]
 
     def _worked_out(self, rank: int, rows: Sequence[Sequence[Layer]]) -> _OfRank:
-        """Recomputation counts in proportion to the memory that it has to give."""
+        """Calculates memory and time of ``rank``. It recomputes the share of its layers that frees the missing
+        memory."""
         room = self.room
         activation = [sum(one.activation for one in row) for row in rows]
         late = [sum(one.late for one in row) for row in rows]
@@ -229,12 +238,12 @@ class _Cuts:
         return not self._has_mtp or is_buildable(stages_of(self.units, counts), self.room.placement)
 
     def is_short(self, counts: Counts) -> bool:
-        """Whether a rank lacks memory where nothing is recomputed."""
+        """Whether a rank lacks memory if nothing is recomputed."""
         ranks = zip(self._ranks(counts), self.room.fixed, strict=True)
         return any(one.need + fixed > self.room.limit for one, fixed in ranks)
 
     def givers(self, counts: Counts) -> Iterator[int]:
-        """Stages of the rank with the most work, and of that with the least room."""
+        """The stages of the rank with the most work, and those of the rank that needs the most memory."""
         ranks = self._ranks(counts)
         stages = self.room.placement.stages
         work = [rounded(one.work) for one in ranks]
@@ -242,7 +251,7 @@ class _Cuts:
         yield from {*stages[work.index(max(work))], *stages[needs.index(max(needs))]}
 
     def price(self, counts: Counts) -> tuple[float, ...]:
-        """(GB that no rank has, work of the busiest rank, unevenness)."""
+        """The price of ``counts``: (GB that ranks lack, time of the busiest rank, unevenness)."""
         ranks = self._ranks(counts)
         missing = sum(one.missing for one in ranks)
         load = max(one.load for one in ranks)
@@ -250,7 +259,7 @@ class _Cuts:
 
 
 def fitted(stages: Sequence[tuple[Layer, ...]], room: Room, model: Model, recompute: bool) -> Fitted:
-    """The stages with as little recomputed as the memory allows; ``peaks`` may exceed the limit all the same."""
+    """The stages with as little recomputation as the memory allows. ``peaks`` may still exceed the limit."""
     placement = room.placement
     chosen = [0] * len(stages)
     peaks = []
@@ -269,7 +278,7 @@ def fitted(stages: Sequence[tuple[Layer, ...]], room: Room, model: Model, recomp
 
 
 def with_recomputed(cut: Fitted, counts: Sequence[int]) -> Fitted:
-    """The same stages with ``counts`` layers recomputed; the peaks are still those of ``cut``."""
+    """The same stages with ``counts`` recomputed layers. The peaks are still those of ``cut``."""
     chosen = tuple(min(count, len(_recomputable(layers))) for count, layers in zip(counts, cut.stages, strict=True))
     costs, activation, late = _stage_costs(cut.stages, chosen, cut.costs.attention)
     return replace(cut, recomputed=chosen, costs=costs, activation=activation, late=late)
@@ -278,7 +287,7 @@ def with_recomputed(cut: Fitted, counts: Sequence[int]) -> Fitted:
 def _stage_costs(
     stages: Sequence[Sequence[Layer]], chosen: Sequence[int], attention: float, output: Layer | None = None
 ) -> tuple[StageCosts, tuple[float, ...], tuple[float, ...]]:
-    """Times, activations and late memory of each stage, where the first ``chosen`` layers that can are recomputed."""
+    """Times, activations and late memory of each stage if its first ``chosen`` recomputable layers are recomputed."""
     forward, again, weight, kept, late = [], [], [], [], []
     for layers, count in zip(stages, chosen, strict=True):
         sums = total(layers)
@@ -298,20 +307,22 @@ def _stage_costs(
 
 
 def _recomputable(layers: Sequence[Layer]) -> list[Layer]:
-    """Layers that can be, those that give the most memory for their time first; of equals in model order."""
+    """The layers that can be recomputed. Layers that free more memory for their time are first; equal layers are in
+    model
+    order."""
     found = (one for one in layers if one.saved > 0)
     return sorted(found, key=lambda one: -rounded(one.saved / (one.forward or 1e-12)))
 
 
 def _workspace(stages: Sequence[Sequence[Layer]], chosen: Sequence[int], row: Sequence[int]) -> float:
-    """GB of the layer that is being recomputed."""
+    """The GB of the largest layer that is recomputed: its activations are in memory during its backward."""
     return max((one.saved for s in row for one in _recomputable(stages[s])[: chosen[s]]), default=0.0)
 
 
 def _dearest(
     stages: Sequence[Sequence[Layer]], chosen: Sequence[int], row: Sequence[int], room: Room, rank: int
 ) -> int | None:
-    """The stage of ``row`` whose next layer gives the most memory for its time; None where none is left."""
+    """The stage of ``row`` whose next layer frees the most memory for its time; None if no layer is left."""
     found = []
     for c, s in enumerate(row):
         left = _recomputable(stages[s])[chosen[s] :]

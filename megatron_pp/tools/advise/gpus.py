@@ -1,4 +1,4 @@
-"""GPUs by their data sheets, and how long operations, memory traffic and collectives take on them."""
+"""GPUs with the numbers of their data sheets, and the times of operations, memory traffic and collectives on them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,8 +8,8 @@ from megatron_pp.errors import PlanError
 
 GB = 1e9
 EFFICIENCY = 0.6
-"""Share of a GPU's peak that matrix products reach in training: large ones alone reach 720 of 989 on an H100
-(SemiAnalysis, December 2024), under a training run's power and with smaller products less."""
+"""Share of a GPU's peak that matrix products reach in training. On an H100, large products alone reach 720 of 989
+(SemiAnalysis, December 2024). At the power of a training run, and with smaller products, the share is lower."""
 ATTENTION = 0.5
 """Share that causal attention reaches, forward and backward (FlashAttention-3, arXiv 2407.08608, 4k to 16k tokens)."""
 MEMORY = 0.6
@@ -17,18 +17,20 @@ MEMORY = 0.6
 LINK = 0.7
 """Share of a link's bandwidth that collectives reach."""
 PROCESSORS = 0.15
-"""Share of a GPU's multiprocessors that sends and receives tokens beside computation: 20 of 132 (DeepEP's default)."""
+"""Share of a GPU's multiprocessors that send and receive tokens during computation: 20 of 132 (DeepEP's default)."""
 
 
 class Gpu(NamedTuple):
-    """Of data sheets. Rates are per second, links per direction.
+    """The data sheet of a GPU. Rates are per second; rates of links are per direction.
 
-    flops       dense 16-bit operations, and ``fp8`` 8-bit ones; 0: it has none
-    memory      GB
-    bandwidth   bytes of its memory
-    link        bytes of NVLink (or its like) to the other GPUs of its ``domain``
-    network     bytes of its share of the network beyond
-    efficiency  of ``flops``, where large matrix products are known to reach another share than ``EFFICIENCY``
+    flops       dense 16-bit operations
+    fp8         dense 8-bit operations; 0 if it has none
+    memory      GB of memory
+    bandwidth   bytes from and to its memory
+    link        bytes over NVLink (or a similar link) to the other GPUs of its domain
+    network     bytes over its share of the network between domains
+    domain      number of GPUs that are connected by such links
+    efficiency  share of ``flops`` that matrix products reach, if it is known to differ from ``EFFICIENCY``
     """
 
     flops: float
@@ -62,7 +64,7 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Raises PlanError for a name that is not in ``GPUS``."""
+    """The GPU of this name. Raises PlanError for a name that is not in ``GPUS``."""
     found = GPUS.get(name.lower())
     if found is None:
         raise PlanError(unknown("GPU", name, GPUS))
@@ -71,13 +73,16 @@ def gpu_named(name: str) -> Gpu:
 
 @dataclass(frozen=True)
 class Rates:
-    """What ``gpu`` reaches where matrix products have the share ``efficiency`` of its peak; times in milliseconds."""
+    """The times that operations take on ``gpu``, in milliseconds, if matrix products reach the share ``efficiency`` of
+    its
+    peak."""
 
     gpu: Gpu
     efficiency: float
 
     def products(self, flops: float, traffic: float, fp8: bool = False) -> float:
-        """Matrix products: the longer of their operations and of ``traffic`` bytes of memory."""
+        """The time of matrix products: that of their operations or of ``traffic`` bytes of memory, whichever is
+        longer."""
         peak = self.gpu.fp8 if fp8 else self.gpu.flops
         return 1e3 * max(flops / (peak * self.efficiency), traffic / self.gpu.bandwidth)
 
@@ -85,10 +90,10 @@ class Rates:
         return 1e3 * flops / (self.gpu.flops * ATTENTION)
 
     def moved(self, nbytes: float) -> float:
-        """Element-wise operations that read and write so many bytes."""
+        """The time of element-wise operations that read and write ``nbytes``."""
         return 1e3 * nbytes / (self.gpu.bandwidth * MEMORY)
 
     def sent(self, nbytes: float, over_network: bool) -> float:
-        """A rank sends so many bytes to its group, on the network or on the links of its domain."""
+        """The time in which a rank sends ``nbytes`` to its group, over the network or over the links of its domain."""
         rate = self.gpu.network if over_network else self.gpu.link
         return 1e3 * nbytes / (rate * LINK)

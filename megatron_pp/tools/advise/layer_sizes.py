@@ -1,4 +1,4 @@
-"""The sizes of a transformer's layers, as its configuration gives them."""
+"""The sizes of a transformer's layers, from its configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_pp.plan.simulate.memory import ModelShape
 
 @dataclass(frozen=True)
 class Latent:
-    """Ranks and widths of multi-latent attention, by Megatron's names; ``q_rank`` 0: queries have no latent."""
+    """Ranks and widths of multi-latent attention, with Megatron's names. If ``q_rank`` is 0, queries have no latent."""
 
     q_rank: int = 512
     kv_rank: int = 512
@@ -20,7 +20,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Mamba:
-    """Sizes of a Mamba-2 mixer; heads 0: as many as make up twice the hidden size."""
+    """Sizes of a Mamba-2 mixer. If ``heads`` is 0, the heads together have twice the hidden size."""
 
     state_dim: int = 128
     head_dim: int = 64
@@ -30,7 +30,7 @@ class Mamba:
 
 @dataclass(frozen=True)
 class Linear:
-    """Heads of linear attention, by Megatron's names; ``conv``: width of its convolution."""
+    """Heads of linear attention, with Megatron's names. ``conv`` is the width of its convolution."""
 
     key_dim: int = 128
     value_dim: int = 128
@@ -41,7 +41,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Indexer:
-    """It chooses ``topk`` earlier tokens for each query of sparse attention."""
+    """Sizes of the indexer, which chooses ``topk`` earlier tokens for each query of sparse attention."""
 
     heads: int = 64
     dim: int = 128
@@ -50,32 +50,37 @@ class Indexer:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Of the layers of a decoder-only or hybrid model, before any parallel split.
+    """Sizes of the layers of a decoder-only or hybrid model, before any parallel split.
 
-    shape              sizes, parallel ranks and micro-batch; its ``ffn_hidden_size`` is that of dense layers
-    gated              SwiGLU and its like: three products in the feed-forward part
-    query_groups       heads of keys and values; None: as many as heads
-    kv_channels        width of a head; None: the hidden size over heads
-    latent             of multi-latent attention; None: heads attend
-    mamba, linear, indexer  of those mixers
-    window             keys that a query of windowed attention reads beside its own; None: there is none
+    shape              sizes, parallel ranks and micro-batch; its ``ffn_hidden_size`` is the width of dense layers
+    gated              SwiGLU or similar: three products in the feed-forward part
+    query_groups       number of heads of keys and values; None: as many as heads
+    kv_channels        width of a head; None: the hidden size divided by the heads
+    latent             sizes of multi-latent attention; None: the model has ordinary attention
+    mamba, linear, indexer  sizes of these mixers
+    window             keys that a query of windowed attention reads before its own; None: no window
     mixers             each layer's attention, by the letters of MIXERS; empty: all layers have the same
-    experts, top_k     of MoE layers: how many there are, and how many a token goes through; 0: all layers are dense
-    expert_hidden      width of an expert, shared_hidden that of the shared one; ``moe_latent`` the width of its tokens
-    moe_layers         1 for each MoE layer, 0 for each dense one, in model order
-    expert_parallel    ranks that share the experts, and ``expert_split`` those that split each; None: as tensors are
-    groups             (groups that a token's experts are from, groups of experts), where routing is limited to some
-    once               a token is sent once to a domain or rank, whatever number of its experts is there (flex)
-    hides              (experts', tensors'): collectives that Megatron runs beside computation
+    experts            number of experts in an MoE layer; 0: all layers are dense
+    top_k              number of experts of a token
+    expert_hidden      width of an expert
+    shared_hidden      width of the shared expert
+    moe_latent         width of the tokens that experts get; 0: the hidden size
+    moe_layers         1 for each MoE layer, 0 for each dense layer, in model order
+    expert_parallel    number of ranks that share the experts
+    expert_split       number of ranks that split each expert; None: as many as split tensors
+    groups             (groups that a token's experts may be from, groups of experts), if routing is limited to groups
+    once               a token is sent once to a domain or rank, also if several of its experts are there (flex)
+    hides              (experts, tensors): whether Megatron runs their collectives during computation
     context_comm       p2p, all_gather or a2a
-    modules            what ``--recompute-modules`` names
+    modules            names in ``--recompute-modules``
     fp8                matrix products of layers have 8 bits
     pattern            letters of a hybrid model's layers; empty: each layer is attention and a feed-forward part
-    mtp_layers         multi-token prediction layers, whose losses are with the last stage's; of a hybrid model each has
-                       the letters ``mtp_pattern``
-    spread_mtp         or may lie, each by itself, on other stages (NVIDIA/Megatron-LM#5318 and #5329)
+    mtp_layers         number of layers for multi-token prediction
+    mtp_pattern        letters of each such layer in a hybrid model
+    spread_mtp         these layers and their losses may be on different stages (NVIDIA/Megatron-LM#5318 and #5329);
+                       otherwise the losses are on the last stage
     causal             attention reads earlier tokens only
-    dropout            attention drops scores, where its kernels are not fused
+    dropout            attention drops scores, if its kernels are not fused
     """
 
     shape: ModelShape
@@ -131,5 +136,5 @@ class LayerSizes:
 
     @property
     def message_tokens(self) -> float:
-        """Tokens of a rank outside tensor parallelism."""
+        """The tokens of a rank in the parts that are not tensor-parallel."""
         return self.shape.tokens / (self.shape.tensor_parallel if self.shape.sequence_parallel else 1)

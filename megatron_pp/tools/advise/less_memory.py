@@ -1,7 +1,8 @@
 """Smaller memory limits for which a search also plans.
 
-The search and the choice of recomputed layers are heuristics: under a smaller limit they may find a shorter step than
-under a larger one. That plan fits both limits. So with more memory the answer must not be slower.
+The search and the choice of recomputed layers are heuristics. Under a smaller limit they may find a shorter step than
+under a larger limit. The plan for the smaller limit fits the larger limit, too. The answer for more memory must not be
+slower, so the search also tries smaller limits.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from megatron_pp.tools.advise.evaluate import least_step
 from megatron_pp.tools.advise.fit import Fitted, with_recomputed
 from megatron_pp.tools.advise.question import Question
 
-_DIGITS = 2  # significant digits of the limits, as people give them: 6.3 or 80 GB
-_MOST = 10  # number of limits that are tried for one candidate
+_DIGITS = 2  # significant digits of the limits, as users give them: 6.3 or 80 GB
+_MOST = 10  # number of limits that are tried for a candidate
 
 
 @dataclass(frozen=True, eq=False)
 class Smaller:
-    """A search for less memory: the model on its stages, and milliseconds that its step does not fall below."""
+    """A search with a smaller memory limit: the candidate, the model on its stages, and a lower bound of its step in
+    ms."""
 
     candidate: Candidate
     cut: Fitted

@@ -1,4 +1,4 @@
-"""The sizes in a list of Megatron's arguments, or among settings that were read from a file."""
+"""Reads the sizes of a model from Megatron's arguments, or from settings that were read from a file."""
 
 import ast
 import re
@@ -17,13 +17,14 @@ from megatron_pp.tools.flags.table import options
 
 _OLD_NAMES = {"model_parallel_size": "tensor_model_parallel_size", "num_layers_per_virtual_pipeline_stage": "_chunk"}
 _FREQUENCIES = ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq")
-"""Their lists have a number for each layer."""
+"""Settings whose lists have a number for each layer."""
 _NEEDED = ("num_layers", "hidden_size", "seq_length")
 
 
 def read_megatron_args(text: str) -> dict[str, Any]:
-    """Arguments by Megatron's names (``num_layers``) from ``text``: a command line, whose other words are skipped.
-    Switches are True. Raises PlanError.
+    """The arguments in ``text``, a command line, by Megatron's names (``num_layers``). Other words are skipped.
+    Switches
+    are True. Raises PlanError if there are none.
     """
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
@@ -37,13 +38,14 @@ def read_megatron_args(text: str) -> dict[str, Any]:
         if switched is not False:
             found[_OLD_NAMES.get(name, name)] = " ".join(values) if values and switched is None else True
     if not found:
-        raise PlanError(f"{text[:60]!r} holds no argument of Megatron's; it would look like --num-layers 32")
+        raise PlanError(f"{text[:60]!r} has no argument of Megatron; write arguments as --num-layers 32")
     return _with_layers(found)
 
 
 def arguments_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with the types of Megatron's parser as `transformer_of` takes them: texts, and True for a switch. One
-    that is off is left out."""
+    """Settings of a file in the form that `transformer_of` needs: texts, and True for a switch. Switches that are off
+    are
+    left out."""
     found = {name: value for name, value in settings.items() if value is not None and value is not False}
     for name, value in found.items():
         if isinstance(value, (list, tuple)) and name not in _FREQUENCIES:
@@ -54,13 +56,13 @@ def arguments_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_layers(found: dict[str, Any]) -> dict[str, Any]:
-    """The layers of a hybrid model are in its pattern."""
+    """The arguments with the numbers of layers that a hybrid model's pattern has."""
     main, mtp = _hybrid(found)
     return {**found, "num_layers": len(main), "mtp_num_layers": len(mtp)} if main else found
 
 
 def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transformer:
-    """The model of the arguments. Raises PlanError for sizes that are missing or no numbers."""
+    """The model of the arguments. Raises PlanError for sizes that are missing or are not numbers."""
     main, mtp = _hybrid(args)
     missing = [name for name in _NEEDED if name not in args]
     if missing:
@@ -142,50 +144,52 @@ _CONTEXT = ("p2p", "all_gather", "a2a")
 
 
 def _latent(args: Mapping[str, Any]) -> Latent:
-    """A rank of queries that is not given is none, as in Megatron's arguments."""
+    """The sizes of multi-latent attention. If the rank of queries is not given, queries have no latent, as in
+    Megatron."""
     return Latent(**{"q_rank": 0, **_given(args, _LATENT)})
 
 
 def _given(args: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int]:
-    """Sizes by our names, of those that ``args`` has by Megatron's."""
+    """The given sizes, by our names. ``names`` maps our names to Megatron's."""
     return {name: whole(args, named) for name, named in names.items() if named in args}
 
 
 def _hybrid(args: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Letters of the layers of ``--hybrid-layer-pattern``, and of each MTP layer; pipeline stages are the advisor's."""
+    """The letters of the layers in ``--hybrid-layer-pattern``, and those of each MTP layer. Its pipeline stages are
+    ignored: the advisor chooses them."""
     text = HybridPattern.read(args.get("hybrid_layer_pattern", args.get("hybrid_override_pattern")))
     main, mtp = text.layers, [*text.predictions]
     unknown_ones = sorted({*main, *"".join(mtp)} - {*PATTERN})
     if unknown_ones or len({*mtp}) > 1 or "" in mtp:
         known = " ".join(PATTERN)
         raise PlanError(
-            f"Megatron's --hybrid-layer-pattern is {str(text)!r}; it has the letters {known}, and equal parts behind /"
+            f"Megatron's --hybrid-layer-pattern is {str(text)!r}; it may have {known}, and equal parts after /"
         )
     if "E" in str(text) and "num_experts" not in args:
-        raise PlanError("Megatron's --hybrid-layer-pattern has layers of experts (E), and --num-experts is missing")
+        raise PlanError("Megatron's --hybrid-layer-pattern has layers of experts (E), but --num-experts is missing")
     return main, mtp
 
 
 def _context_comm(args: Mapping[str, Any]) -> str:
     found = str(args.get("cp_comm_type", "p2p")).replace("allgather", "all_gather")
     if found not in _CONTEXT:
-        raise PlanError(f"Megatron's --cp-comm-type is {found!r}; {', '.join(_CONTEXT)} of all layers are known")
+        raise PlanError(f"Megatron's --cp-comm-type is {found!r}; possible are {', '.join(_CONTEXT)} for all layers")
     return found
 
 
 def _modules(args: Mapping[str, Any]) -> frozenset[str]:
-    """What selective recomputation computes again, attention's softmax aside, which fused kernels never store."""
+    """The modules that selective recomputation computes again. Fused kernels never store attention's softmax."""
     if args.get("recompute_granularity") != SELECTIVE:
         return frozenset()
     found = str(args.get("recompute_modules", "core_attn")).split()
     wrong = [name for name in found if name not in _MODULES]
     if wrong:
-        raise PlanError(f"Megatron's --recompute-modules has {wrong[0]}; {', '.join(_MODULES)} are known")
+        raise PlanError(f"Megatron's --recompute-modules has {wrong[0]}; possible are {', '.join(_MODULES)}")
     return frozenset(found)
 
 
 def whole(args: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A number among the arguments. Raises PlanError for anything else."""
+    """The whole number of an argument. Raises PlanError if it is not a number."""
     value = args.get(name, default)
     if not str(value).isdigit():
         raise PlanError(f"Megatron's --{name.replace('_', '-')} is {value!r}; it must be a whole number")
@@ -193,7 +197,7 @@ def whole(args: Mapping[str, Any], name: str, default: int | None = None) -> int
 
 
 def _recompute(args: Mapping[str, Any]) -> str:
-    """What every layer recomputes. The advisor chooses full recomputation of some layers."""
+    """The recomputation of every layer. Full recomputation of some layers is chosen by the advisor."""
     if args.get("recompute_granularity") == FULL and "recompute_num_layers" not in args:
         return FULL
     backend = str(args.get("attention_backend", "auto")).rpartition(".")[2]
@@ -204,8 +208,8 @@ def _recompute(args: Mapping[str, Any]) -> str:
 
 
 def _each_layer(args: Mapping[str, Any], name: str, default: str, first: bool) -> tuple[int, ...]:
-    """0 or 1 for each layer, by a list such as ``([0]*3+[1]*58)`` or by a number N: the ``first`` of N layers, or all
-    but the last of N, have 1.
+    """0 or 1 for each layer, from a list such as ``([0]*3+[1]*58)`` or from a number N. With N, either the ``first`` of
+    each N layers has 1, or all but the last of each N layers.
     """
     text = str(args.get(name, default))
     num_layers = whole(args, "num_layers")
@@ -216,14 +220,16 @@ def _each_layer(args: Mapping[str, Any], name: str, default: str, first: bool) -
     try:
         pattern = _listed(ast.parse(text.strip("' \""), mode="eval").body, num_layers)
     except (ValueError, SyntaxError):
-        raise PlanError(f"{flag} is {text!r}; it would look like 2 or ([0]*3+[1]*58)") from None
+        raise PlanError(f"{flag} is {text!r}; write it as 2 or ([0]*3+[1]*58)") from None
     if len(pattern) != num_layers:
-        raise PlanError(f"{flag} is for {len(pattern)} layers; --num-layers is {num_layers}")
+        raise PlanError(f"{flag} is for {len(pattern)} layers, but --num-layers is {num_layers}")
     return tuple(pattern)
 
 
 def _listed(node: ast.expr, most: int) -> list[int]:
-    """A list of 0 and 1, a sum of lists, or a list times a number up to ``most``. Raises ValueError."""
+    """The list that an expression describes: a list of 0 and 1, a sum of lists, or a list times a number up to
+    ``most``.
+    Raises ValueError for another expression."""
     if isinstance(node, ast.List):
         values = [each.value for each in node.elts if isinstance(each, ast.Constant)]
         if len(values) == len(node.elts) and {*values} <= {0, 1}:
@@ -238,10 +244,10 @@ def _listed(node: ast.expr, most: int) -> list[int]:
 
 
 def _mixers(args: Mapping[str, Any], main: str) -> str:
-    """Letters of the layers, or of their attention where they have a feed-forward part, too."""
+    """The letters of a hybrid model's layers; for other models, the letters of each layer's attention."""
     variant = str(args.get("experimental_attention_variant", "")).replace("gated_delta_net", "gdn")
     if variant not in ("", "gdn", "dsa"):
-        raise PlanError(f"Megatron's --experimental-attention-variant is {variant}; gdn and dsa are known")
+        raise PlanError(f"Megatron's --experimental-attention-variant is {variant}; possible are gdn and dsa")
     if variant == "dsa" and "multi_latent_attention" not in args:
         raise PlanError("Megatron's --experimental-attention-variant dsa needs --multi-latent-attention")
     mixers = main or ("+" if "multi_latent_attention" in args else "*") * whole(args, "num_layers")
@@ -259,10 +265,10 @@ def _mixers(args: Mapping[str, Any], main: str) -> str:
 
 
 def _window(args: Mapping[str, Any]) -> int | None:
-    """Keys before a query's own; those behind it are masked."""
+    """The number of keys that a query reads before its own. Later keys are masked. None if there is no window."""
     if "window_size" not in args:
         return None
     found = re.fullmatch(r"\(?(-?\d+)[, ]+(-?\d+)\)?", str(args["window_size"]).strip("' \""))
     if found is None:
-        raise PlanError(f"Megatron's --window-size is {args['window_size']!r}; it would look like 128,0")
+        raise PlanError(f"Megatron's --window-size is {args['window_size']!r}; write it as 128,0")
     return None if found[1].startswith("-") else int(found[1])

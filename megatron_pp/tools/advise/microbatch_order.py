@@ -1,4 +1,4 @@
-"""Finds an order for microbatches that take different times: sequences of different lengths, packed or not."""
+"""Finds an order for microbatches that take different times, because their sequences have different lengths."""
 
 import time
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ _OPERATIONS = 2_400_000  # operations of all estimates without a budget: 4 s
 
 @dataclass(frozen=True)
 class MicrobatchOrder:
-    """``order[k]``: the given microbatch that runs as the k-th. Simulated milliseconds of a step in this order and as
-    given.
+    """An order of microbatches. ``order[k]`` is the given microbatch that runs as the k-th. The steps are the simulated
+    milliseconds in this order and in the given one.
     """
 
     order: tuple[int, ...]
@@ -30,9 +30,9 @@ class MicrobatchOrder:
 
 def best_order(question: Question, outcome: Outcome, seconds: float | None = None) -> MicrobatchOrder | None:
     """The best order for the outcome's plan that is found in ``seconds``; None if all microbatches cost the same.
-    Without ``seconds`` the search ends after a fixed number of operations, so the answer is the same on every machine.
 
-    The given order is returned if no other one is faster by the simulator.
+    Without ``seconds`` the search ends after a fixed number of operations, so the answer is the same on every machine.
+    If no other order is faster in the simulator, the given order is returned.
     """
     given = question.microbatch_costs
     if outcome.spec is None or outcome.fit is None or len(given) != outcome.candidate.num_microbatches:

@@ -1,4 +1,4 @@
-"""A model as a sequence of layers, and what each costs a pipeline. Times in milliseconds, memory in GB (10^9 bytes)."""
+"""A model as a sequence of layers with their costs. Times are in milliseconds, memory is in GB (10^9 bytes)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_pp.plan.costs.activations import WEIGHT_SHARE
 
 EMBEDDING, DECODER, MTP, LOSS, PART = "embedding", "decoder", "mtp", "loss", "part"
 LETTERS = {EMBEDDING: "E", DECODER: "t", MTP: "m", LOSS: "L"}
-"""How Megatron's ``pipeline_model_parallel_layout`` writes them."""
+"""The letters of layers in Megatron's ``pipeline_model_parallel_layout``."""
 
 PATTERN = {
     "M": "mamba",
@@ -25,21 +25,22 @@ PATTERN = {
 """Kinds of a hybrid model's layers, by the letters of Megatron's ``--hybrid-layer-pattern``."""
 
 RECOMPUTED_SHARE = 2 / 34
-"""Of a transformer layer's activations, its input: what is kept where the layer is recomputed (arXiv 2205.05198)."""
+"""The share of a transformer layer's input in its activations: a recomputed layer keeps only its input (arXiv
+2205.05198)."""
 
 STEPS = 4
-"""Parts of a stage whose layers are not known: it is recomputed in quarters."""
+"""A stage whose layers are not known has this number of parts, each of which can be recomputed."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer costs for one microbatch.
+    """The costs of one layer for one microbatch.
 
     kind         a key of LETTERS, a kind of PATTERN, or PART: a share of a model whose layers are not known
     forward, backward_input, weight  milliseconds of F, I and W
     activation   GB that a forward keeps until its backward
     late         GB of it that a split backward keeps until its weight gradients
-    recomputed   GB that a forward keeps where the layer is recomputed; None: it cannot be
+    recomputed   GB that a forward keeps if the layer is recomputed; None if it cannot be recomputed
     static       GB of parameters, gradients and optimizer states
     """
 
@@ -64,12 +65,12 @@ class Layer:
 
     @property
     def least(self) -> float:
-        """GB that a forward keeps at least."""
+        """The least GB that a forward keeps."""
         return self.activation if self.recomputed is None else self.recomputed
 
     @property
     def saved(self) -> float:
-        """GB that recomputation saves."""
+        """The GB that recomputation saves."""
         return self.activation - self.least
 
     def share(self, parts: int) -> Layer:
@@ -77,7 +78,8 @@ class Layer:
         return self.scaled(1 / parts, self.static / parts)
 
     def scaled(self, factor: float, static: float) -> Layer:
-        """Times and activations in proportion, and GB of ``static`` memory."""
+        """The layer with its times and activations times ``factor``, and with ``static`` GB of parameters and
+        states."""
         kept = None if self.recomputed is None else factor * self.recomputed
         times = (factor * self.forward, factor * self.backward_input, factor * self.weight)
         return Layer(self.kind, *times, factor * self.activation, factor * self.late, kept, static)
@@ -86,7 +88,7 @@ class Layer:
 def layer(
     kind: str, forward: float, backward_input: float, weight: float, activation: float = 0.0, static: float = 0.0
 ) -> Layer:
-    """A layer whose late and recomputed memory are those of a transformer layer, as shares of its activation."""
+    """A layer whose late and recomputed memory are the shares of its activation that a transformer layer has."""
     recomputed = RECOMPUTED_SHARE * activation if kind in (DECODER, PART) else None
     return Layer(kind, forward, backward_input, weight, activation, WEIGHT_SHARE * activation, recomputed, static)
 
@@ -95,12 +97,12 @@ def layer(
 class Model:
     """Layers in model order, for a microbatch of one size.
 
-    layers      ``share`` of a model whose layers are not known is one PART
+    layers      if the layers are not known, each share of the model is one PART
     message     GB of one activation between stages
-    attention   share of causal attention in the times, by which slices of a sequence differ
-    flops       floating point operations of a whole microbatch (forward and backward); None where not known
-    output      the output layer with its loss where it is split over all ranks, and so no layer of a stage
-    mtp_pattern how a hybrid model's pattern ends: ``/*E/*E`` for two MTP layers
+    attention   share of causal attention in the times; it makes later slices of a sequence more expensive
+    flops       floating point operations of a whole microbatch (forward and backward); None if not known
+    output      the output layer with its loss, if it is split over all ranks and so not in ``layers``
+    mtp_pattern end of a hybrid model's pattern: ``/*E/*E`` for two MTP layers
     """
 
     layers: tuple[Layer, ...]
@@ -114,30 +116,33 @@ class Model:
         if not self.layers:
             raise PlanError("the model has no layers; give at least one")
         if not 0 <= self.attention <= 1:
-            raise PlanError(f"the share of attention is {self.attention:g}; it must lie between 0 and 1")
+            raise PlanError(f"the share of attention is {self.attention:g}; it must be from 0 to 1")
         if not any(one.forward + one.backward_input for one in self.layers):
             raise PlanError("all times of the model are 0; give the time of a forward and of a backward")
 
     @property
     def is_fluid(self) -> bool:
-        """Whether the layers are not known, so that the model can be cut anywhere."""
+        """Whether the layers are not known. The model can then be divided anywhere."""
         return all(one.kind == PART for one in self.layers)
 
     @property
     def can_split_output(self) -> bool:
-        """Whether there is one loss, at the end, that no layer for multi-token prediction shares."""
+        """Whether the model has a single loss at its end and no layers for multi-token prediction."""
         kinds = [one.kind for one in self.layers]
         return kinds[-1] == LOSS and kinds.count(LOSS) == 1 and MTP not in kinds and len(kinds) > 1
 
     def times(self, factor: float) -> Model:
-        """Microbatches of ``factor`` times the size, in proportion."""
+        """The model for microbatches of ``factor`` times the size. Costs grow in proportion."""
         layers = tuple(one.scaled(factor, one.static) for one in self.layers)
         return replace(self, layers=layers, message=factor * self.message, flops=self.flops and factor * self.flops)
 
     def units(self, num_stages: int, mtp_with_loss: bool = False) -> tuple[tuple[Layer, ...], ...]:
-        """What cannot be cut apart, in model order: each layer, but all MTP layers together unless their losses are
-        spread (Megatron builds them on one stage; ``mtp_with_loss``: on the last); of a fluid model, parts of equal
-        stages. Raises PlanError where unequal parts cannot be regrouped, or where layers are fewer than stages.
+        """The units that stay on one stage, in model order.
+
+        A unit is a layer. All MTP layers are one unit, because Megatron builds them on one stage, unless their losses
+        are
+        spread; with ``mtp_with_loss`` the unit also has the loss. In a fluid model, units are parts of equal stages.
+        Raises PlanError if parts cannot be regrouped, or if there are fewer units than stages.
         """
         if self.is_fluid:
             return tuple((part.share(STEPS),) * STEPS for part in _regrouped(self.layers, num_stages))
@@ -156,29 +161,31 @@ class Model:
 def _regrouped(parts: Sequence[Layer], count: int) -> list[Layer]:
     if len(parts) < count:
         if count % len(parts):
-            raise PlanError(f"costs of {len(parts)} parts cannot be cut into {count} stages; a multiple of it can")
+            raise PlanError(
+                f"{len(parts)} parts cannot be divided into {count} stages; give a multiple of {len(parts)}"
+            )
         size = count // len(parts)
         return [part.share(size) for part in parts for _ in range(size)]
     if len(parts) % count:
-        raise PlanError(f"costs of {len(parts)} parts cannot be joined to {count} stages; a divisor of it can")
+        raise PlanError(f"{len(parts)} parts cannot be joined to {count} stages; give a divisor of {len(parts)}")
     size = len(parts) // count
     return [total(parts[i : i + size]) for i in range(0, len(parts), size)]
 
 
 def is_hybrid(layers: Iterable[Layer]) -> bool:
-    """Whether some are of a hybrid model, whose mixers are layers of their own."""
+    """Whether the layers are those of a hybrid model, in which mixers and feed-forward parts are separate layers."""
     return any(one.kind in PATTERN.values() for one in layers)
 
 
 def spreads_mtp(layers: Iterable[Layer]) -> bool:
-    """Whether MTP layers and their losses may lie on different stages, as NVIDIA/Megatron-LM#5318 and #5329 build them:
-    where every loss is a layer of its own.
+    """Whether MTP layers and their losses may be on different stages, as NVIDIA/Megatron-LM#5318 and #5329 build them.
+    In such a model each loss is a separate layer.
     """
     return sum(one.kind == LOSS for one in layers) > 1
 
 
 def total(layers: Sequence[Layer]) -> Layer:
-    """All of them as one."""
+    """The sum of the layers, as one layer."""
     can = any(one.recomputed is not None for one in layers)
     return Layer(
         PART,

@@ -1,9 +1,9 @@
-"""What the parts of a transformer's layers compute, keep and send, for one microbatch on one rank.
+"""The operations, activations and messages of the parts of a transformer's layers, for one microbatch on one rank.
 
-Operations of matrix products and of attention are those of Megatron's ``num_floating_point_operations``
-(megatron/training/training.py): 2 per multiply and add, attention as causal. Activations are those of arXiv 2205.05198
-(section 4) without its dropout inside attention, and for latent attention, experts and Mamba the inputs of their
-operations that a backward reads. Collectives are those of Megatron-Core: an all-gather and a reduce-scatter around each
+Operations of matrix products and of attention are counted as in Megatron's ``num_floating_point_operations``
+(megatron/training/training.py): 2 per multiply and add, with causal attention. Activations are those of arXiv
+2205.05198 (section 4) without the dropout inside attention. For latent attention, experts and Mamba they are the inputs
+that a backward reads. Collectives are those of Megatron-Core: an all-gather and a reduce-scatter around each
 tensor-parallel part (arXiv 2205.05198, section 4.2.2; two all-reduces have the same bytes), keys and values around a
 ring, and an all-to-all of ``topk`` copies of each token to experts and back.
 """
@@ -20,18 +20,20 @@ _SCAN = 7  # operations per token, channel and state of Mamba's scan (Megatron's
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a layer, forward, on one rank.
+    """The forward of a part of a layer on one rank.
 
-    modules     names by which ``--recompute-modules`` takes it
-    flops       of matrix products, in 8 bits where the model has them
-    core        of attention
-    operands    bytes that matrix products read and write beside parameters
-    parameters  that the rank holds, and ``experts``: those of experts, which fewer replicas have
+    modules     names of the part in ``--recompute-modules``
+    flops       operations of matrix products, in 8 bits if the model has such products
+    core        operations of attention
+    operands    bytes that matrix products read and write, without parameters
+    parameters  number of parameters on the rank, without experts
+    experts     number of parameters of experts, which have fewer replicas
     moved       bytes that element-wise operations read and write; a backward moves twice as many
-    kept        bytes kept until the backward; ``late``: of them, and of gradients, until the weight gradients
+    kept        bytes that are kept until the backward
+    late        bytes, of these and of gradients, that are kept until the weight gradients
     tensor      bytes that the rank sends in its tensor-parallel group
-    context     bytes that it sends in its context-parallel group
-    tokens      copies of tokens, in bytes, that it sends to experts, and as many come back
+    context     bytes that the rank sends in its context-parallel group
+    tokens      bytes of one copy of the tokens that the rank sends to experts; as many return
     """
 
     modules: tuple[str, ...] = ()
@@ -49,14 +51,15 @@ class Part:
 
 
 def _products(model: LayerSizes, rows: float, inner: float, outer: float, *modules: str, **more: float) -> Part:
-    """``rows`` tokens of width ``inner``, multiplied into ``outer``."""
+    """The product of ``rows`` tokens of width ``inner`` with a matrix of ``inner`` x ``outer``."""
     operands = rows * (inner + outer) * model.shape.element_bytes
     return Part(modules, 2 * rows * inner * outer, parameters=inner * outer, operands=operands, **more)
 
 
 def _around(model: LayerSizes) -> list[Part]:
-    """Normalisation, residual sum and dropout around attention or a feed-forward part, with its collectives: what is
-    outside tensor parallelism (10 s b h for two in arXiv 2205.05198, 4.2).
+    """Normalisation, residual sum and dropout around attention or a feed-forward part, and its collectives. These are
+    not
+    tensor-parallel (10 s b h for two in arXiv 2205.05198, 4.2).
     """
     shape = model.shape
     width = model.message_tokens * shape.hidden_size * shape.element_bytes
@@ -66,7 +69,7 @@ def _around(model: LayerSizes) -> list[Part]:
 
 
 def attention(model: LayerSizes, reached: int | None = None) -> list[Part]:
-    """Heads, or groups of them that share keys and values; a query reads ``reached`` keys at most."""
+    """Attention, also with groups of heads that share keys and values. A query reads at most ``reached`` keys."""
     shape, heads = model.shape, model.heads
     t = shape.tensor_parallel
     nbytes = shape.tokens * shape.element_bytes
@@ -83,9 +86,11 @@ def windowed_attention(model: LayerSizes) -> list[Part]:
 
 
 def _core(model: LayerSizes, query: float, value: float, pairs: float, reached: int | None = None) -> Part:
-    """Two products, of queries and keys and with values. ``pairs``: width of keys and values, which go around a ring of
-    ranks or to all, or, as heads, through an all-to-all. Kernels that are not fused keep a score for each pair of
-    tokens (5 a s s b in arXiv 2205.05198, of which dropout has 3).
+    """The two products of attention: queries with keys, and scores with values.
+
+    ``pairs`` is the width of keys and values. They go around a ring of ranks, to all ranks, or, split by heads, through
+    an all-to-all. Kernels that are not fused keep a score for each pair of tokens (5 a s s b in arXiv 2205.05198; 3 of
+    the 5 are dropout's).
     """
     shape, ranks = model.shape, model.shape.context_parallel
     pairs_of_tokens = model.heads * shape.tokens * shape.seq_length / shape.context_parallel / shape.tensor_parallel
@@ -98,7 +103,9 @@ def _core(model: LayerSizes, query: float, value: float, pairs: float, reached: 
 
 
 def _keys(model: LayerSizes, reached: int | None = None) -> float:
-    """Keys that a query reads, on average: where causal, half of the sequence, or of that the last ``reached``."""
+    """The mean number of keys that a query reads. Causal attention reads half of the sequence; with ``reached``, only
+    the
+    last ``reached`` keys."""
     length = model.shape.seq_length
     whole = length / 2 if model.causal else length
     return whole if reached is None or reached >= length else reached - reached**2 / (2 * length)
@@ -120,22 +127,23 @@ def latent_attention(model: LayerSizes, reached: int | None = None) -> list[Part
     query = model.heads * (mla.qk_head_dim + mla.rotary_dim) / t
     value = model.heads * mla.v_head_dim / t
     unrotated = model.heads * mla.qk_head_dim / t
-    # The products into latents are not split, but their tokens are where the sequence is.
+    # The products into latents are not split over ranks, but sequence parallelism splits their tokens.
     latents = mla.q_rank + mla.kv_rank + mla.rotary_dim
     small = nbytes * latents / outside
     into = _products(model, shape.tokens / outside, h, latents, kept=2 * small, late=small, moved=4 * small)
     above = nbytes * (query + value)
     queries = _products(model, shape.tokens, mla.q_rank or h, query, "mla_up_proj", kept=nbytes * query)
     pairs = _products(model, shape.tokens, mla.kv_rank, unrotated + value, "mla_up_proj", kept=above)
-    rotated = 2 * nbytes * query  # queries, and keys that are put together, read and written
+    rotated = 2 * nbytes * query  # queries, and the joined keys, are read and written
     up = [replace(one, late=one.kept, moved=rotated) for one in (queries, pairs)]
     core = _core(model, query, value, query + value, reached)
     return [*_around(model), into, *up, core, _output(model, value)]
 
 
 def sparse_attention(model: LayerSizes) -> list[Part]:
-    """Latent attention to the keys that an indexer chooses (DeepSeek-V3.2-Exp, section 2.1), by a kernel that reads no
-    others. The indexer is not split over tensor-parallel ranks, and is trained by a loss of its own, not counted.
+    """Latent attention to the keys that an indexer chooses (DeepSeek-V3.2-Exp, section 2.1). The kernel reads only
+    these
+    keys. The indexer is not split over tensor-parallel ranks. It is trained by its own loss, which is not counted.
     """
     shape, indexer = model.shape, model.indexer
     assert model.latent is not None
@@ -147,7 +155,7 @@ def sparse_attention(model: LayerSizes) -> list[Part]:
 
 
 def _feed_forward(model: LayerSizes, rows: float, width: float, *modules: str) -> list[Part]:
-    """The products of a feed-forward part with ``width`` on this rank, and its activation function in between."""
+    """The products of a feed-forward part with ``width`` on this rank, and the activation function between them."""
     h, gate = model.shape.hidden_size, 2 if model.gated else 1
     nbytes = rows * model.shape.element_bytes * width
     first = _products(model, rows, h, gate * width, *modules, kept=gate * nbytes, late=gate * nbytes)
@@ -162,8 +170,9 @@ def dense(model: LayerSizes) -> list[Part]:
 
 
 def moe(model: LayerSizes) -> list[Part]:
-    """Routed experts, evenly loaded, and the shared expert. Each rank sends its own tokens, which sequence parallelism
-    has split; ranks that split experts (expert tensor parallelism) gather theirs.
+    """Routed experts with equal load, and the shared expert. Each rank sends its own tokens, which are split by
+    sequence
+    parallelism. Ranks that split experts (expert tensor parallelism) gather their tokens.
     """
     shape = model.shape
     h = model.moe_latent or model.shape.hidden_size
@@ -175,7 +184,7 @@ def moe(model: LayerSizes) -> list[Part]:
     first, second = (replace(one, parameters=0.0, experts=one.parameters * held) for one in (first, second))
     permuted = rows * h * nbytes
     own = model.message_tokens * h * nbytes
-    passes = 2 if model.once else 6  # with an all-to-all, tokens are sorted before it and behind it
+    passes = 2 if model.once else 6  # tokens are sorted before and after an all-to-all
     sends = Part(("moe",), moved=2 * own + passes * permuted, kept=permuted, late=permuted, tokens=own)
     if model.expert_tensor > 1:
         sends = replace(sends, tensor=2 * (model.expert_tensor - 1) / model.expert_tensor * permuted)
@@ -191,7 +200,7 @@ def moe(model: LayerSizes) -> list[Part]:
 
 
 def mamba(model: LayerSizes) -> list[Part]:
-    """A Mamba-2 mixer (arXiv 2405.21060); its scan moves its inputs and outputs more than it computes."""
+    """A Mamba-2 mixer (arXiv 2405.21060). The time of its scan is mainly that of reading and writing."""
     shape = model.shape
     sizes = model.mamba
     t = model.shape.tensor_parallel
@@ -218,7 +227,7 @@ def gated_delta_net(model: LayerSizes) -> list[Part]:
     nbytes = shape.tokens * shape.element_bytes
     into = _products(model, shape.tokens, shape.hidden_size, wide, kept=nbytes * wide, late=nbytes * wide)
     each = sizes.conv * (2 * keys + values) + 4 * values * sizes.value_dim
-    moved = 4 * (2 * keys + values)  # the convolution, and then the rule, read and write
+    moved = 4 * (2 * keys + values)  # the convolution and the rule both read and write
     rule = Part(core=2 * shape.tokens * each, moved=nbytes * moved, kept=nbytes * (2 * keys + 2 * values))
     return [*_around(model), into, rule, _output(model, values)]
 
@@ -233,4 +242,4 @@ MIXERS = {
     "E": moe,
     "w": windowed_attention,
 }
-"""By the letters of Megatron's ``--hybrid-layer-pattern``, where each is a layer of its own, and ``w``."""
+"""Letter of Megatron's ``--hybrid-layer-pattern`` -> the parts of such a layer; and ``w`` for windowed attention."""

@@ -24,30 +24,33 @@ from megatron_pp.tools.advise.question import Question
 from megatron_pp.tools.advise.rounding import rounded
 
 Report = Callable[[int, int, str], None]
-"""Gets the work that is done, the whole work, and the current candidate in words."""
+"""A function that gets the finished work, the whole work, and the current candidate in words."""
 
-_GAIN = 0.002  # a search is worth its time if its bound is below the best step by this share
-_AS_FAST = 1e-3  # of steps that differ by less, the one with less memory is better
-_EXTRA, _FIRST = 1.0, 5.0  # budgets, seconds (the longer): overtime until a first plan that fits
+_GAIN = 0.002  # a search is run only if its bound is below the best step by this share
+_AS_FAST = 1e-3  # steps whose times differ by less count as equally fast
+_EXTRA, _FIRST = 1.0, 5.0  # overtime until a first plan fits: this many budgets, or seconds, whichever is longer
 _FIRST_LOOK = 2.0  # seconds for estimates, or half of the budget
-_CLOSER = 0.5  # that a search for less memory may come to its bound, as a share of how far this one is from its own
-_CHUNK = 0.003  # share of its bound by which a search with one chunk more, which takes longer, must be better
-_POLL = 0.02  # seconds between two looks at other processes
-_LOOK = 0.1  # seconds between two looks at the budget
-_AGAIN = 1.0  # seconds to the next KeyboardInterrupt: one that arrives in a callback of the garbage collector is lost
-# In forwards of a step, of all stages; some 10,000 of them are built, verified and simulated in a second.
-_PLANS = 400_000  # of all plans that are built without a budget
-_VARIANTS = 100_000  # of all variants of the best then
-_SEARCHES = 200_000  # of all searches
-_LESS_MEMORY = 100_000  # of all searches for less memory than there is
-_ESTIMATES = 1_500_000  # of all estimates; one takes a fifth of that time
-_ESTIMATES_S = 30.0  # seconds for these; a longer budget has more
+_CLOSER = 0.5  # expected distance of a search for less memory from its bound, as a share of this search's distance
+_CHUNK = 0.003  # a search with one chunk more takes longer, so its bound must be lower by this share
+_POLL = 0.02  # seconds between two checks of other processes
+_LOOK = 0.1  # seconds between two checks of the budget
+_AGAIN = 1.0  # seconds to the next KeyboardInterrupt; one in a callback of the garbage collector is lost
+# Work, in forwards of a step on all stages. About 10,000 of them are built, verified and simulated in a second.
+_PLANS = 400_000  # work of all plans, without a budget
+_VARIANTS = 100_000  # work of all variants of the best plan
+_SEARCHES = 200_000  # work of all searches
+_LESS_MEMORY = 100_000  # work of all searches with smaller memory limits
+_ESTIMATES = 1_500_000  # work of all estimates; they take a fifth of the time of plans
+_ESTIMATES_S = 30.0  # seconds for these estimates; a longer budget allows more of them
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The outcomes; the candidates for which there was no time; and the searches that could not find a shorter step.
-    ``interrupted``: by KeyboardInterrupt, before the budget was spent.
+    """The results of a search.
+
+    not_looked_at  candidates for which there was no time
+    needless       searches that were not run, because they cannot find a shorter step
+    interrupted    a KeyboardInterrupt ended the search before the budget was spent
     """
 
     question: Question
@@ -60,20 +63,22 @@ class Findings:
 
     @property
     def cut_short(self) -> bool:
-        """Whether candidates were left that may be better than the answer."""
+        """Whether candidates were not evaluated that may be better than the answer."""
         return bool(self.not_looked_at)
 
     @property
     def fitting(self) -> list[Outcome]:
-        """The possible outcomes, fastest first; of equal ones first the one with less memory, then with fewer chunks.
-        The order does not depend on which process ended first.
+        """The possible outcomes, the fastest first. Equally fast ones are sorted by memory, then by chunks. The order
+        does
+        not depend on which process ended first.
         """
         return sorted((one for one in self.outcomes if not one.refused), key=_preference)
 
     @property
     def best(self) -> Outcome | None:
-        """The fastest outcome by Megatron's flags. Of equally fast ones it has the least memory, and of these the
-        fewest chunks.
+        """The fastest outcome with Megatron's flags. Of equally fast outcomes, it is the one with the least memory,
+        then
+        the fewest chunks.
         """
         fitting = self.fitting
         least = min((one.flagged for one in fitting), default=0.0)
@@ -82,13 +87,13 @@ class Findings:
 
     @property
     def least_memory(self) -> Outcome | None:
-        """The built plan with the least memory, of those that may be recommended, whether it fits or not."""
+        """The plan with the least memory among the built plans that may be recommended. It may not fit."""
         built = [one for one in self.outcomes if one.fit is not None and self.question.takes(one.candidate.schedule)]
         return min(built, key=lambda one: one.peak, default=None)
 
     @property
     def front(self) -> list[Outcome]:
-        """The Pareto front: fastest first, each with less memory than all before it."""
+        """The Pareto front: the fastest first; each outcome has less memory than all before it."""
         front: list[Outcome] = []
         for one in self.fitting:
             if not front or one.peak < front[-1].peak * (1 - 1e-9):
@@ -110,11 +115,11 @@ def _names(candidate: Candidate) -> tuple[str, str]:
 
 
 def search(question: Question, budget: float | None = None, jobs: int = 1, report: Report | None = None) -> Findings:
-    """The best pipelines for ``question`` that ``jobs`` processes find, until a KeyboardInterrupt, or for ``budget``
-    seconds. Without a budget the search ends after a fixed number of operations, so the answer is the same on every
-    machine.
+    """The best pipelines for ``question`` that ``jobs`` processes find in ``budget`` seconds, or until a
+    KeyboardInterrupt. Without a budget the search ends after a fixed number of operations, so the answer is the same on
+    every machine.
 
-    Raises PlanError if no candidate is possible whatever the memory, or if a process of ``jobs`` ends.
+    Raises PlanError if no candidate is possible with any memory, or if a process of ``jobs`` ends.
     """
     began = time.monotonic()
     queue = _Queue(question, budget)
@@ -130,8 +135,8 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
         interrupted = not queue.is_over()
     except BrokenProcessPool as error:
         raise PlanError(
-            f"a process of the search ended ({error}). With jobs={jobs} processes start that import the program's main"
-            ' module: call this under `if __name__ == "__main__":` in a file, or with jobs=1'
+            f"a process of the search ended ({error}). With jobs={jobs} the search starts processes that import the "
+            'program\'s main module: call it under `if __name__ == "__main__":` in a file, or with jobs=1'
         ) from error
     seconds, left = time.monotonic() - began, queue.left()
     looked_at = tuple(queue.outcomes), tuple(queue.estimates)
@@ -139,8 +144,9 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
 
 
 def _estimate(question: Question, queue: "_Queue", evaluator: "_Evaluator", say: Report) -> None:
-    """Estimate the candidates for which there is time, those with few operations first, without plans that are too
-    large to build. The first search that may be worth its time begins at once, because searches take long.
+    """Estimates the candidates for which there is time, those with few operations first. Plans that are too large to
+    build
+    are left out. Searches take long, so the first promising search begins at once.
     """
     bounds: dict[Any, float] = {}
     found = queue.found
@@ -183,13 +189,14 @@ def _ended_in_time(queue: "_Queue") -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
-        if left:  # of somebody else's
+        if left:  # a timer of the caller
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), _LOOK), every)
 
 
 class _Queue:
-    """Chooses the next candidate: named plans in the order of their estimates; searches one after the other; then
-    variants of the best. Without a budget the choice depends only on the estimates and earlier results.
+    """Chooses the next candidate: first named plans in the order of their estimates, then searches one after another,
+    then
+    variants of the best plan. Without a budget the choice depends only on the estimates and earlier results.
     """
 
     def __init__(self, question: Question, budget: float | None) -> None:
@@ -210,7 +217,8 @@ class _Queue:
         self.needless: list[Candidate] = []
 
     def sort(self) -> None:
-        """Sort: the fastest first, those that fit before others, and last those that cannot be recommended."""
+        """Sorts the candidates: those that fit first, the fastest before slower ones; last those that may not be
+        recommended."""
         self.outcomes += [Outcome(one.candidate, one.refused) for one in self.estimates if one.refused]
         possible = [one for one in self.estimates if not one.refused]
         memory = self.question.memory
@@ -234,7 +242,7 @@ class _Queue:
         return self.budget is not None or candidate.work(self.question.pipeline_size) <= _PLANS
 
     def _affords(self, candidate: Candidate, kind: int | None = None) -> bool:
-        """Whether enough work of this kind is left for the candidate; it is then spent. With a budget only time
+        """Whether enough work of this kind is left for the candidate. If so, it is spent. With a budget, only time
         counts."""
         work = _work(candidate, self.question.pipeline_size)
         left = self.work_left
@@ -259,7 +267,7 @@ class _Queue:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The operations that are done, and all that are planned so far."""
+        """The finished work, and the whole work that is planned so far."""
         size = self.question.pipeline_size
         done = sum(_work(one.candidate, size) for one in self.outcomes if one.fit is not None)
         left = sum(_work(one.candidate, size) for one in (*self.named, *self.searches))
@@ -271,7 +279,7 @@ class _Queue:
         return min((one.step for one in self.outcomes if not one.refused), default=float("inf"))
 
     def next(self, running: Collection[Candidate]) -> Candidate | None:
-        """The next candidate to run beside those that are ``running``; None if it depends on them, or if none is
+        """The next candidate to run while others are ``running``. None if the choice depends on them, or if none is
         left."""
         if self.named:
             return self._begin(self.named.pop(0).candidate)
@@ -288,8 +296,11 @@ class _Queue:
         return self._begin(self.variants.pop(0)) if self.variants else None
 
     def _with_less_memory(self) -> Candidate | None:
-        """A search for less memory that would be better than the best so far, if it came as close to its bound as the
-        search for all memory. None with a budget, because there may be many."""
+        """A search for less memory that is expected to be better than the best so far. Its expected step follows from
+        its
+        bound and from the distance of the search for all memory from its own bound. None with a budget, because there
+        may
+        be many such searches."""
         if self.budget is not None or self.best == float("inf"):
             return None
         found = []
@@ -298,7 +309,7 @@ class _Queue:
             if not candidate.searches or candidate in self.cuts or one.fit is None:
                 continue
             if candidate not in self.less:
-                affordable = self._affords(candidate, 3)  # their bounds take as long as a search
+                affordable = self._affords(candidate, 3)  # the bounds of such searches take as long as a search
                 self.less[candidate] = [*smaller_searches(self.question, candidate)] if affordable else []
             for smaller in self.less[candidate]:
                 likely = smaller.bound * (1 + one.excess * _CLOSER)
@@ -311,7 +322,7 @@ class _Queue:
         return None
 
     def _variants_of_best(self) -> list[Candidate]:
-        """Other groups and policies for the best plan so far; for a search, with a budget, other memory."""
+        """Variants of the best plan so far: other groups and policies; for a search, with a budget, other memory."""
         fitting = [one for one in self.outcomes if not one.refused]
         if not fitting:
             return []
@@ -326,7 +337,7 @@ class _Queue:
         return [one for one in found if one not in self.begun and self._affords(one, 2)]
 
     def cut_of(self, candidate: Candidate) -> Fitted | None:
-        """The model on its stages, as it was estimated."""
+        """The candidate's model on its stages, from its estimate."""
         if candidate in self.cuts:
             return self.cuts[candidate]
         sizes = _sizes(candidate)
@@ -344,7 +355,7 @@ class _Queue:
         return self.budget is not None and time.monotonic() >= self.until + allowed
 
     def left(self) -> tuple[Candidate, ...]:
-        """Candidates, and begun variants, without an outcome that may be better."""
+        """The candidates and begun variants that have no outcome and may be better."""
         known = {*(one.candidate for one in self.outcomes), *self.needless}
         searches = (one for one in self.estimates if one.candidate.searches and one.candidate not in known)
         self.needless += (one.candidate for one in searches if one.bound >= self.best * (1 - _GAIN))
@@ -353,19 +364,20 @@ class _Queue:
 
 
 def _sizes(candidate: Candidate) -> tuple[Any, ...]:
-    """A key that is equal for candidates whose model is cut in the same way."""
+    """A key that is equal for candidates whose model is divided in the same way."""
     one = candidate
     return one.schedule, one.num_chunks, one.micro_batch, one.slices, one.offload_chunks
 
 
 def _work(candidate: Candidate, size: int) -> int:
-    """The number of forwards that are built, verified and simulated. A search tries about 5 P plans."""
+    """The work for a candidate, in forwards that are built, verified and simulated. A search tries about 5 P plans."""
     return candidate.forwards(size) * 5 * size if candidate.searches else candidate.work(size)
 
 
 class _Evaluator:
-    """Evaluates ``jobs`` candidates at a time, each in a process of its own, which ends with the budget. One job runs
-    here.
+    """Evaluates ``jobs`` candidates at a time, each in a process of its own. The processes end with the budget. A
+    single
+    job runs in this process.
     """
 
     def __init__(self, question: Question, queue: _Queue, jobs: int) -> None:
@@ -376,7 +388,7 @@ class _Evaluator:
         self.processes: set[BaseProcess] = set()
 
     def __enter__(self) -> "_Evaluator":
-        if self.jobs > 1:  # Ctrl-C reaches the whole group of processes: only this one has an answer to give
+        if self.jobs > 1:  # Ctrl-C reaches all processes; only this one handles it and gives the answer
             spawn = multiprocessing.get_context("spawn")
             ignore = (signal.SIGINT, signal.SIG_IGN)
             self.pool = ProcessPoolExecutor(self.jobs, spawn, signal.signal, ignore)

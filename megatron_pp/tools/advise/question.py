@@ -14,9 +14,9 @@ from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.tools.advise.gpus import GB
 from megatron_pp.tools.advise.model import Model
 
-_LIKE_OTHERS = ("combined_1f1b",)  # interleaved_1f1b but for Megatron's all-to-all overlap, which costs do not show
-_MOST_CHUNKS = 1000  # of a rank: more stages than any model has layers
-_MOST_RANKS = 2000  # more than any model has layers, and the time for communicators grows with the square
+_LIKE_OTHERS = ("combined_1f1b",)  # interleaved_1f1b with Megatron's all-to-all overlap, which the costs do not have
+_MOST_CHUNKS = 1000  # chunks of a rank; no model has as many layers
+_MOST_RANKS = 2000  # no model has as many layers, and the time for communicators grows with the square
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Question:
     latency           latency of a transfer
     bandwidth         bandwidth of each directed link, GB per millisecond
     host_bandwidth    GB per millisecond of a copy between device and host memory; None: nothing is offloaded
-    links             directed links with other numbers, (source, target) and Link
+    links             directed links with other latency or bandwidth, as ((source, target), Link)
     data_parallel     replicas
-    max_chunks        V is tried up to this
+    max_chunks        largest V that is tried
     slices            numbers of slices of a sequence that are tried, 1 for whole sequences
     recompute         whether layers may be recomputed
     schedules         names of families that are tried; empty for all
     policies          lowering policies that are tried, the first for all, the others for the best plan
     device            rules of the device, under which every plan is verified
     splits_backward   whether the model can run weight gradients later than input gradients
-    gloo              transfers are gloo's (``costs.Network``)
+    gloo              transfers are on gloo (``Network``)
     microbatch_costs  cost of each microbatch of a step relative to the times, in the given order; empty: all equal
     seq_length        tokens of a sequence; None if not known
     peak_flops        operations of a device per second; None if not known
@@ -79,7 +79,9 @@ class Question:
         if self.max_chunks > _MOST_CHUNKS:
             raise PlanError(f"max_chunks is {self.max_chunks}; at most {_MOST_CHUNKS} chunks a rank are tried")
         if min(self.slices, default=0) < 1:
-            raise PlanError(f"slices of a sequence are {min(self.slices, default=0)}; the least is 1, a whole one")
+            raise PlanError(
+                f"slices of a sequence are {min(self.slices, default=0)}; at least 1 (not sliced) is needed"
+            )
         if not (math.isfinite(self.memory) and self.memory > 0):
             raise PlanError(f"the memory of a device is {self.memory:g} GB; it must be above 0")
         for name in self.schedules:
@@ -87,14 +89,14 @@ class Question:
                 raise PlanError(unknown("schedule", name, SCHEDULES))
             if SCHEDULES[name].barriers and not self._can_split_output:
                 raise PlanError(
-                    f"schedule {name} splits the output layer with its loss, so the model needs one (--loss-ms, or "
-                    "--gpu with --vocab-size), and no layers for multi-token prediction"
+                    f"schedule {name} splits the output layer with its loss, so the model needs an output layer "
+                    "(--loss-ms, or --gpu with --vocab-size) and no layers for multi-token prediction"
                 )
         object.__setattr__(self, "device", checked_device(self.device))
         counts = [count for _, count in self.microbatches()]
         if self.microbatch_costs and counts and len(self.microbatch_costs) not in counts:
             of_step = " or ".join(map(str, counts))
-            raise PlanError(f"costs of {len(self.microbatch_costs)} microbatches are given; a step has {of_step}")
+            raise PlanError(f"costs of {len(self.microbatch_costs)} microbatches are given, but a step has {of_step}")
         if not list(self.microbatches()):
             raise PlanError(self._no_microbatches())
 
@@ -110,7 +112,7 @@ class Question:
         near = max(1, self.global_batch // least) * least
         return (
             f"a global batch of {self.global_batch} cannot be made of microbatches of {sizes} on {self.data_parallel} "
-            f"replica(s); the nearest that can is {near}"
+            f"replica(s); the nearest possible global batch is {near}"
         )
 
     def model(self, micro_batch: int) -> Model:
@@ -148,7 +150,8 @@ class Question:
         return all(model.can_split_output for _, model in self.models)
 
     def takes(self, schedule: str) -> bool:
-        """Whether ``schedule`` may be recommended. One that splits the output layer only if it was asked for."""
+        """Whether ``schedule`` may be recommended. A schedule that splits the output layer must be named in
+        ``schedules``."""
         return not SCHEDULES[schedule].barriers or schedule in self.schedules
 
     @property

@@ -1,8 +1,8 @@
-"""A transformer's layers from its sizes and a GPU's rates: a first guess before anything is measured.
+"""Estimates the costs of a transformer's layers from its sizes and a GPU's rates, before anything is measured.
 
-``parts.py`` counts operations, memory and traffic of a layer's parts, ``gpus.py`` has what they take. Times add up:
-matrix products, attention, element-wise operations, and what is exposed of collectives. Not counted are collectives of
-data parallelism, the optimizer, and launches of kernels.
+``parts.py`` counts operations, memory and traffic of a layer's parts, and ``gpus.py`` gives their times. The time of a
+layer is the sum of matrix products, attention, element-wise operations and the exposed part of collectives. Collectives
+of data parallelism, the optimizer, and kernel launches are not counted.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from megatron_pp.tools.advise.model import (
 )
 from megatron_pp.tools.advise.parts import MIXERS, Part
 
-_BACKWARD = 2.5  # operations of attention's backward over its forward: the scores are computed again (FlashAttention-2)
+_BACKWARD = 2.5  # operations of attention's backward over its forward; it recomputes the scores (FlashAttention-2)
 
 
 @dataclass(frozen=True)
 class Transformer(LayerSizes):
-    """A decoder-only or hybrid model. ``encoder``: another model before the first layer, on the first stage."""
+    """A decoder-only or hybrid model. ``encoder`` is another model before the first layer, on the first stage."""
 
     encoder: Transformer | None = None
 
     def model(self, gpu: Gpu, efficiency: float | None = None) -> Model:
-        """Its layers' costs on ``gpu``, where matrix products reach the share ``efficiency`` of the peak."""
+        """The costs of the layers on ``gpu``, if matrix products reach the share ``efficiency`` of its peak."""
         efficiency = gpu.efficiency if efficiency is None else efficiency
         if not 0 < efficiency <= 1:
-            raise PlanError(f"the efficiency is {efficiency:g}; it is the share of the peak that is reached, up to 1")
+            raise PlanError(f"the efficiency is {efficiency:g}; it is a share of the peak, above 0 and up to 1")
         if self.fp8 and not gpu.fp8:
-            raise PlanError("the model has 8-bit products (--fp8-format), and the GPU has none, or --gpu-tflops")
+            raise PlanError(
+                "the model has 8-bit products (--fp8-format), but the GPU has none, or is given by --gpu-tflops"
+            )
         shape = self.shape
         costs = _Costs(self, Rates(gpu, efficiency))
         main, last = self._letters()
@@ -58,7 +60,7 @@ class Transformer(LayerSizes):
         return Model(tuple(layers), shape.message_bytes / GB, share, self.flops(), mtp_pattern=text)
 
     def flops(self) -> float:
-        """Operations of a microbatch on one rank of each stage, forward and backward, nothing recomputed."""
+        """The operations of a microbatch on one rank of each stage, forward and backward, without recomputation."""
         shape, (main, last) = self.shape, self._letters()
         forward = sum(_flops(self.parts(letters)) for letters in main)
         forward += self.mtp_layers * (_flops(self.parts(last)) + 2 * shape.tokens * self.joined)
@@ -71,22 +73,22 @@ class Transformer(LayerSizes):
 
     @property
     def joined(self) -> float:
-        """Parameters of an MTP layer's product that joins two hidden states."""
+        """The parameters of an MTP layer's product that joins two hidden states."""
         return 2 * self.shape.hidden_size**2 / self.shape.tensor_parallel
 
     def _letters(self) -> tuple[list[str], str]:
-        """Of each layer's mixers, and of an MTP layer's."""
+        """The letters of each layer's parts, and those of an MTP layer's parts."""
         if self.pattern:
             return list(self.pattern), self.mtp_pattern or self.pattern[-1]
         is_moe = self.moe_layers or (1 if self.experts else 0,) * self.shape.num_layers
         if len(is_moe) != self.shape.num_layers:
-            raise PlanError(f"MoE layers are given for {len(is_moe)} layers; the model has {self.shape.num_layers}")
+            raise PlanError(f"MoE layers are given for {len(is_moe)} layers, but the model has {self.shape.num_layers}")
         mixers = self.mixers or ("*" if self.latent is None else "+") * self.shape.num_layers
         found = [mixer + ("E" if moe else "-") for mixer, moe in zip(mixers, is_moe, strict=True)]
         return found, found[-1]
 
     def _first(self, costs: _Costs, gpu: Gpu, efficiency: float) -> Layer:
-        """The embedding, and the encoder where there is one."""
+        """The embedding, with the encoder if there is one."""
         found = costs.embedding()
         if self.encoder is None:
             return found
@@ -100,13 +102,13 @@ def _flops(parts: Iterable[Part]) -> float:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Layers of ``model`` at ``rates``."""
+    """The costs of the layers of ``model`` at ``rates``."""
 
     model: Transformer
     rates: Rates
 
     def layer(self, letters: str) -> Layer:
-        """Attention or another mixer, and a feed-forward part; or one of a hybrid model's."""
+        """A layer with attention or another mixer and a feed-forward part, or a layer of a hybrid model."""
         shape, parts = self.model.shape, self.model.parts(letters)
         again = [part for part in parts if self.model.modules & {*part.modules}]
         forward = self._pass(parts, 1.0)
@@ -125,32 +127,37 @@ class _Costs:
 
     @property
     def _bytes_per_expert_parameter(self) -> float:
-        """As of other parameters, with the optimizer's states split over the replicas of an expert."""
+        """The bytes of an expert's parameter. The optimizer's states are split over the replicas of the expert."""
         shape = self.model.shape
         split = self.model.expert_parallel * self.model.expert_tensor
         replicas = max(1.0, shape.optimizer_ranks * shape.tensor_parallel / split) if shape.optimizer_ranks > 1 else 1.0
         return shape.element_bytes + 4 + 12 / replicas
 
     def _products(self, part: Part, of_each: int) -> float:
-        """``of_each``: bytes of memory traffic per parameter."""
+        """The time of a part's matrix products. ``of_each`` is the bytes of memory traffic per parameter."""
         traffic = of_each * (part.parameters + part.experts) + part.operands
         return self.rates.products(part.flops, traffic, self.model.fp8) if part.flops else 0.0
 
     def _pass(self, parts: Iterable[Part], factor: float) -> float:
-        """Milliseconds of a forward; with ``factor`` 2 of a backward without weight gradients."""
+        """The milliseconds of a forward; with ``factor`` 2, of a backward without weight gradients."""
         parts, nbytes = list(parts), self.model.shape.element_bytes
         products = sum(self._products(p, nbytes) for p in parts)
         core = self.rates.attention(sum(p.core for p in parts)) * (_BACKWARD if factor > 1 else 1.0)
         moved = factor * sum(p.moved for p in parts)
-        moved += sum(p.operands for p in parts) if self.model.fp8 else 0.0  # read, and written in both layouts
+        moved += (
+            sum(p.operands for p in parts) if self.model.fp8 else 0.0
+        )  # FP8 operands are read, and written in both layouts
         compute = products + core + self.rates.moved(moved)
         exposed = self._tensor(sum(p.tensor for p in parts), factor, products)
         exposed += self._context(sum(p.context for p in parts), factor, core)
         return compute + exposed + self._experts(sum(p.tokens for p in parts), compute)
 
     def _tensor(self, nbytes: float, factor: float, products: float) -> float:
-        """Of a backward, Megatron hides half of the collectives with sequence parallelism behind products, and
-        all-reduces whole. User buffers leave the first of as many pieces as there are ranks.
+        """The exposed time of tensor-parallel collectives. In a backward, Megatron hides half of them behind products
+        with
+        sequence parallelism, and all of them otherwise. With user buffers, collectives are in as many pieces as there
+        are
+        ranks, and only the first piece is exposed.
         """
         shape = self.model.shape
         if factor > 1:
@@ -159,14 +166,17 @@ class _Costs:
         return max(time / shape.tensor_parallel, time - products) if self.model.hides[1] else time
 
     def _context(self, nbytes: float, factor: float, core: float) -> float:
-        """A ring runs beside attention; in a backward gradients of keys and values go around it too."""
+        """The exposed time of context-parallel collectives. A ring runs during attention. In a backward it also carries
+        the gradients of keys and values."""
         shape, kind = self.model.shape, self.model.context_comm
         ranks = shape.tensor_parallel * shape.context_parallel
         time = self.rates.sent(nbytes, ranks > self.rates.gpu.domain) * (1.0 if kind == "a2a" else factor)
         return max(0.0, time - core) if kind == "p2p" else time
 
     def _experts(self, nbytes: float, compute: float) -> float:
-        """To the experts and back, on links and network at once. ``nbytes``: one copy of the tokens of this rank."""
+        """The exposed time to send tokens to the experts and back, over links and network at the same time. ``nbytes``
+        is
+        the size of one copy of this rank's tokens."""
         model, ranks = self.model, self.model.expert_parallel
         near = min(ranks, max(1, self.rates.gpu.domain // model.expert_tensor))
         domains = ranks / near
@@ -182,7 +192,7 @@ class _Costs:
         time = 2 * max(network, link)
         if not model.hides[0]:
             return time
-        beside = min(time, compute)  # which slows down, with fewer multiprocessors
+        beside = min(time, compute)  # compute during this time has fewer multiprocessors and is slower
         return time - beside + beside * PROCESSORS / (1 - PROCESSORS)
 
     def mtp(self, last: Layer) -> Layer:
@@ -200,7 +210,7 @@ class _Costs:
         return Layer(EMBEDDING, lookup, 0.0, lookup, 0.0, late, None, table * shape.bytes_per_parameter / GB)
 
     def loss(self, losses: int) -> Layer:
-        """The output layer and ``losses`` losses, whose logits have 32 bits."""
+        """The output layer and ``losses`` losses. Their logits have 32 bits."""
         shape = self.model.shape
         table = shape.vocab_size * shape.hidden_size / shape.tensor_parallel
         logits = shape.tokens * shape.vocab_size / shape.tensor_parallel
@@ -213,5 +223,5 @@ class _Costs:
 
 
 def _reached(places: float, copies: int) -> float:
-    """How many of ``places`` get at least one of ``copies`` that go to any of them."""
+    """The expected number of ``places`` that get at least one of ``copies``, each sent to a random place."""
     return places * (1 - (1 - 1 / places) ** copies)

@@ -1,5 +1,5 @@
-"""With more memory the answer of ``advise`` is not slower, times in another unit give the same plan, and no step is
-shorter than its bound."""
+"""With more memory the answer of ``advise`` is not slower. Times in another unit give the same plan. No step is shorter
+than its bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER_UNIT = {"activation-gb": 2.4, "forward-ms": 2.028, "backward-ms": 2.322, "
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command writes the costs that a search planned for."""
+    """A working folder for the test, as the command writes the costs of a search there."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -74,4 +74,4 @@ def test_a_bound_is_not_above_the_step_by_rounding() -> None:
     step = 0.1 + 0.2
     assert Bound(step * (1 + 1e-15), "work of rank 0", ()).of_step(step).step == step
     assert Bound(step * 0.5, "work of rank 0", ()).of_step(step).step == step * 0.5
-    assert Bound(step * 2, "work of rank 0", ()).of_step(step).step == step * 2  # an error, which is not hidden
+    assert Bound(step * 2, "work of rank 0", ()).of_step(step).step == step * 2  # a wrong bound is not hidden

@@ -1,4 +1,4 @@
-"""Ties, which the rounding of sums does not decide, and limits of work, which hold for every size."""
+"""The rounding of sums does not decide ties, and limits of work hold for every size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_one_rank_has_one_chunk():
     assert {one.num_chunks for one in candidates(found.question)} == {1}
     assert (found.best.candidate.schedule, found.best in found.front) == ("1f1b", True)
     assert all("as fast" in why_not(one, found.best) for one in found.fitting if one.step < 1.001 * found.best.step)
-    with pytest.raises(PlanError, match=r"zb_v has 2 chunks a rank, and Megatron has several on two ranks or more"):
+    with pytest.raises(PlanError, match=r"zb_v has 2 chunks a rank, but Megatron needs two ranks or more"):
         search(question(1, 8, schedules=("zb_v",)))
 
 
@@ -85,14 +85,14 @@ def test_nothing_is_built_where_every_plan_is_too_large(monkeypatch, sizes):
 
 
 def test_the_work_of_an_estimate_is_that_of_all_it_looks_at(monkeypatch):
-    """The bound has all microbatches, and so have orders that keep all of them."""
+    """The bound has all microbatches, and so have the orders of schedules that keep all microbatches."""
     asked = question(2, 1000, schedules=("1f1b", "gpipe"), max_chunks=1)
     one_chunk = {one.schedule: one.work_of_estimate(2) for one in candidates(asked)}
     assert (one_chunk["1f1b"], one_chunk["gpipe"]) == (16 + 2000, 16 + 4000)
     monkeypatch.setattr(search_module, "_ESTIMATES", 2016 + 4015)
     assert [one.candidate.schedule for one in search(asked).estimates] == ["1f1b"]
     wide = {one.num_chunks: one for one in candidates(question(1000, 4)) if one.schedule == "interleaved_zb"}
-    assert wide[2].work(1000) > 100 * wide[2].forwards(1000)  # each of P ranks is looked at in P steps
+    assert wide[2].work(1000) > 100 * wide[2].forwards(1000)  # P passes over P ranks
 
 
 def test_variants_of_the_best_are_counted(monkeypatch):

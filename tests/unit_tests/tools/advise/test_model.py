@@ -1,4 +1,4 @@
-"""Models in layers: from sizes, from Megatron's arguments, cut into stages."""
+"""Models as layers, from sizes and from Megatron's arguments, and their division into stages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def room(placement, microbatches=4, limit=1e9, slices=1):
 
 @pytest.mark.parametrize(("ranks", "chunks", "most"), [(4, 1, 3), (2, 2, 6), (3, 1, 4)])
 def test_the_busiest_rank_has_as_little_as_can_be(ranks, chunks, most):
-    """10 layers, and a loss that costs 2 of them."""
+    """The model has 10 layers, and a loss that costs as much as 2 layers."""
     placement = Placement("loop", ranks, chunks)
     units = gpt().units(placement.num_stages)
     stages = stages_of(units, best_counts(units, room(placement), True))
@@ -97,7 +97,9 @@ def test_mtp_layers_stay_together_where_megatron_builds_them(kind):
     assert [len(unit) for unit in model.units(4, mtp_with_loss=True)] == [1] * 7 + [3]
     stages = stages_of(model.units(4, mtp_with_loss=True), (2, 2, 3, 1))
     assert is_buildable(stages, placement)
-    assert not is_buildable(stages_of(model.units(4), (2, 4, 2, 1)), placement)  # stage 2 is rank 0's, or not the last
+    assert not is_buildable(
+        stages_of(model.units(4), (2, 4, 2, 1)), placement
+    )  # stage 2 is on rank 0, or is not the last stage
     assert layout_text(stages) == "Et|t*2|t*3|m*2L"
 
 
@@ -126,7 +128,7 @@ NAMED = [n for n, f in SCHEDULES.items() if f.search is None and not f.sliced an
 
 @pytest.mark.parametrize("name", NAMED)
 def test_the_first_look_agrees_with_the_simulator(name):
-    """Where no message waits for another: free transfers."""
+    """They agree if no message waits for another, as with free transfers."""
     family = SCHEDULES[name]
     plan = build_plan(PlanSpec(name, 4, family.chunks or 2, 8))
     stages = plan.placement.num_stages
@@ -222,12 +224,12 @@ def test_megatrons_arguments():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("nothing of use", "holds no argument"),
+        ("nothing of use", "has no argument"),
         ("--num-layers 'x", "cannot be read"),
         ("--num-layers 3", "lack --hidden-size, --seq-length"),
         ("--num-layers x --hidden-size 8 --seq-length 8", "--num-layers is 'x'"),
         ("--num-layers 3 --hidden-size 8 --seq-length 8 --num-experts 2 --moe-layer-freq [0]*2", "is for 2 layers"),
-        ("--num-layers 3 --hidden-size 8 --seq-length 8 --num-experts 2 --moe-layer-freq x", "it would look like"),
+        ("--num-layers 3 --hidden-size 8 --seq-length 8 --num-experts 2 --moe-layer-freq x", "write it as"),
     ],
 )
 def test_arguments_that_cannot_be_read(text, words):

@@ -1,4 +1,4 @@
-"""A step is continued from two shorter ones."""
+"""The time of a step is extrapolated from two shorter steps."""
 
 from __future__ import annotations
 

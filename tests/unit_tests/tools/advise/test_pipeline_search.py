@@ -1,4 +1,4 @@
-"""The search: what it finds, and that what it recommends is what its numbers are of."""
+"""The search: its results, and that its numbers are those of the plan that it recommends."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_megatron_recomputes_as_many_layers_on_all_stages_as_on_one():
     even = StageCosts.per_stage([4] * 4, [4 + most] * 4, [4] * 4)
     step = simulate(build_plan(best.spec), even, Network(link=Link(0.1))).makespan
     assert step > best.step
-    assert f"for all stages, {most}: the step is {step:.4g} ms then" in "".join(sentences(asked, best))
+    assert f"for all stages, {most}: with it the step takes {step:.4g} ms" in "".join(sentences(asked, best))
     assert megatron_flags(asked, best)[-2:] == ["--recompute-num-layers", str(most)]
     assert best.flagged == step
     other = replace(best, step=best.step * 1.01, flagged=best.step * 1.01)
@@ -113,7 +113,7 @@ def test_megatron_recomputes_as_many_layers_on_all_stages_as_on_one():
     assert (found.fitting[0], found.best) == (best, other)
     assert why_not(best, other).startswith("-1.0%, but +")
     fluid = replace(asked, models=((1, Model((layer(PART, 16, 16, 16, 16.0),))),))
-    assert "not in the flags" in "".join(sentences(fluid, search(fluid).best))
+    assert "the flags below have no recomputation" in "".join(sentences(fluid, search(fluid).best))
 
 
 def test_a_search_for_these_costs_is_at_least_as_good():
@@ -151,7 +151,7 @@ def test_offloading_makes_room_in_host_memory():
 
 
 def test_slow_copies_are_not_worth_it():
-    """Where the memory does, nothing is offloaded."""
+    """If the memory suffices, nothing is offloaded."""
     asked = question(host_bandwidth=0.5, schedules=("1f1b", "interleaved_1f1b"))
     found = search(asked)
     assert found.best.candidate.offload_chunks == 0
@@ -178,7 +178,7 @@ def test_layers_go_where_they_cost_least_and_come_out_as_megatrons_text():
 
 
 def test_microbatches_of_several_sizes():
-    """With costs in proportion, smaller ones leave a smaller bubble."""
+    """If costs are proportional to the size, smaller microbatches leave a smaller bubble."""
     asked = question(
         global_batch=16, models=((1, FLUID), (2, FLUID.times(2)), (3, FLUID.times(3))), schedules=("1f1b",)
     )
@@ -196,7 +196,7 @@ def test_a_budget_that_is_spent_says_what_is_left():
 
 
 def test_the_fastest_by_their_estimates_are_built_first_whatever_the_number_of_processes():
-    """Also which searches are begun, and which of them are needless."""
+    """The begun searches and the needless ones are also the same."""
     asked = question(pipeline_size=2, global_batch=6, schedules=(), max_chunks=2, memory=20.0)
     alone, together = (search(asked, jobs=jobs) for jobs in (1, 2))
     assert not alone.cut_short
@@ -210,7 +210,7 @@ def test_the_fastest_by_their_estimates_are_built_first_whatever_the_number_of_p
 
 @pytest.mark.parametrize(("memory", "recomputes"), [(3.5, True), (5.0, True), (6.0, False)])
 def test_a_search_recomputes_where_fewer_microbatches_in_flight_cost_more(memory, recomputes):
-    """A rank's share of a microbatch is 2 GB: nothing recomputed fits into 3.5 GB, one microbatch at a time."""
+    """A rank's share of a microbatch is 2 GB. Without recomputation, only one microbatch at a time fits into 3.5 GB."""
     asked = question(global_batch=16, schedules=("auto", "1f1b"), max_chunks=1, memory=memory)
     found = {one.schedule: evaluate(asked, one) for one in candidates(asked)}
     assert any(found["auto"].fit.recomputed) == recomputes
@@ -249,7 +249,7 @@ def test_a_budget_that_is_too_short_for_one_plan_builds_one():
 
 @pytest.mark.slow
 def test_a_budget_is_kept_where_an_interrupt_is_lost(monkeypatch):
-    """As in a callback of the garbage collector, which prints it."""
+    """An interrupt is lost in a callback of the garbage collector, which only prints it."""
     monkeypatch.setattr(search_module, "_AGAIN", 0.1)
     lost = []
 
@@ -267,7 +267,7 @@ def test_a_budget_is_kept_where_an_interrupt_is_lost(monkeypatch):
 
 
 def test_processes_that_cannot_start_are_an_error_and_not_waited_for(tmp_path):
-    """A script that has no guard starts itself in each process, where Python refuses to start more."""
+    """A script without a guard starts itself in each process, and there Python refuses to start more processes."""
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys\nsys.path[:0] = {[str(Path(__file__).parent)]}\n"
@@ -302,7 +302,7 @@ def test_a_split_output_layer_is_weighed_but_not_recommended_unasked():
     assert not any(name.startswith("vocab") for name in question(schedules=()).tried)
     (plain,) = (evaluate(asked, one) for one in candidates(asked) if one.schedule == "1f1b")
     (split,) = (evaluate(asked, one) for one in candidates(asked) if one.schedule == "vocab_1f1b")
-    assert why_not(split, plain).startswith(f"{split.step / plain.step - 1:+.1%}, but the model would have to split")
+    assert why_not(split, plain).startswith(f"{split.step / plain.step - 1:+.1%}, but the model must split")
     found = search(replace(asked, schedules=("1f1b", "vocab_1f1b")))
     best = found.best
     assert (best.candidate.schedule, best.refused, best.step) == ("vocab_1f1b", "", split.step)
@@ -329,7 +329,7 @@ def test_throughput():
         ({"pipeline_size": 0}, "pipeline_size is 0"),
         ({"pipeline_size": 2001}, "pipeline_size is 2001; at most 2000 ranks"),
         ({"memory": 0.0}, "must be above 0"),
-        ({"global_batch": 7, "models": ((2, FLUID),)}, "the nearest that can is 6"),
+        ({"global_batch": 7, "models": ((2, FLUID),)}, "the nearest possible global batch is 6"),
         ({"schedules": ("zbv",)}, "did you mean zb_v"),
         ({"device": ("queue",)}, "device rule 'queue' is not known"),
     ],
@@ -406,5 +406,5 @@ def test_without_costs_there_is_no_order():
     model = Model((layer(PART, 2.0, 2.0, 2.0, 1.0),))
     asked = Question(2, 4, 80.0, ((1, model),), schedules=("1f1b",))
     assert best_order(asked, search(asked).best, 1.0) is None
-    with pytest.raises(PlanError, match="costs of 3 microbatches are given; a step has 4"):
+    with pytest.raises(PlanError, match="costs of 3 microbatches are given, but a step has 4"):
         replace(asked, microbatch_costs=(1.0, 1.0, 1.0))

@@ -1,4 +1,5 @@
-"""What parts of a layer compute, keep and send: latent attention, experts, hybrid layers, parallel groups."""
+"""The operations, activations and messages of parts of a layer: latent attention, experts, hybrid layers, parallel
+groups."""
 
 from __future__ import annotations
 
@@ -148,7 +149,7 @@ def test_experts_of_some_layers(text, layers):
 
 @pytest.mark.parametrize("sequence", [True, False])
 def test_tensor_parallel_traffic(sequence):
-    """Around attention and the feed-forward part: an all-gather and a reduce-scatter, or an all-reduce."""
+    """Attention and the feed-forward part each have an all-gather and a reduce-scatter, or an all-reduce."""
     shape = replace(SHAPE, tensor_parallel=4, sequence_parallel=sequence)
     layer = Transformer(shape).model(FREE).layers[0]
     assert layer.forward == pytest.approx(1e3 * 2 * 2 * 3 / 4 * MB / (1e12 * LINK))
@@ -165,7 +166,7 @@ def test_tensor_parallel_traffic_beside_products():
 
 
 def test_keys_and_values_go_around_a_ring():
-    """Of 4 ranks each sends keys and values of a quarter of the sequence 3 times."""
+    """Each of 4 ranks sends keys and values of a quarter of the sequence 3 times."""
     model = Transformer(replace(SHAPE, context_parallel=4), query_groups=8)
     ring = 1e3 * 3 * 2 * MB / 4 * 8 / 32 / (1e12 * LINK)
     assert forward(replace(model, context_comm="all_gather")) == pytest.approx(ring)
@@ -183,7 +184,7 @@ def experts(ranks: int, **more: object) -> Transformer:
 
 
 def test_tokens_go_to_experts_and_back():
-    """6 copies of each, but for those that stay on the rank."""
+    """Each token is sent in 6 copies, except those that stay on the rank."""
     near = 1e3 * 2 * 6 * 7 / 8 * MB / (1e12 * LINK)
     assert forward(experts(8)) == pytest.approx(near)
     over_network = 1e3 * 2 * 6 * 3 / 4 * MB / (1e11 * LINK)  # of 4 nodes
@@ -271,17 +272,17 @@ def test_attention_of_a_hybrid_model_may_be_latent():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("--hybrid-layer-pattern MXM", "it has the letters M"),
-        ("--hybrid-layer-pattern MM/M/*", "equal parts behind /"),
+        ("--hybrid-layer-pattern MXM", "it may have M"),
+        ("--hybrid-layer-pattern MM/M/*", "equal parts after /"),
         ("--hybrid-layer-pattern ME", "--num-experts is missing"),
         (QWEN + "--cp-comm-type a2a+p2p", "--cp-comm-type is 'a2a+p2p'"),
         (QWEN + "--recompute-granularity selective --recompute-modules mhc", "--recompute-modules has mhc"),
-        (QWEN + "--moe-layer-freq [0]*9*9", "--moe-layer-freq is for 81 layers; --num-layers is 94"),
-        (QWEN + "--moe-layer-freq [0]*999999999", "it would look like 2"),
-        (QWEN + "--moe-layer-freq [2]*94", "it would look like 2"),
-        (QWEN + "--moe-layer-freq exit()", "it would look like 2"),
-        (QWEN + "--window-size 128", "it would look like 128,0"),
-        (QWEN + "--experimental-attention-variant gdn2", "gdn and dsa are known"),
+        (QWEN + "--moe-layer-freq [0]*9*9", "--moe-layer-freq is for 81 layers, but --num-layers is 94"),
+        (QWEN + "--moe-layer-freq [0]*999999999", "write it as 2"),
+        (QWEN + "--moe-layer-freq [2]*94", "write it as 2"),
+        (QWEN + "--moe-layer-freq exit()", "write it as 2"),
+        (QWEN + "--window-size 128", "write it as 128,0"),
+        (QWEN + "--experimental-attention-variant gdn2", "possible are gdn and dsa"),
         (QWEN + "--experimental-attention-variant gdn", "needs --linear-attention-freq"),
         (QWEN + "--experimental-attention-variant dsa", "needs --multi-latent-attention"),
         (QWEN + "--q-lora-rank x --multi-latent-attention", "--q-lora-rank is 'x'"),
@@ -321,7 +322,9 @@ def test_an_encoder_is_on_the_first_stage():
 def test_attention_that_is_not_fused_keeps_a_score_for_each_pair_of_tokens(
     model: str, text: str, bytes_of_each: int
 ) -> None:
-    """5 a s s b bytes of 16-bit scores (arXiv 2205.05198, 4.1): their softmax, what dropout left of it, its mask."""
+    """There are 5 a s s b bytes for 16-bit scores (arXiv 2205.05198, 4.1): the softmax, its values after dropout, and
+    the
+    mask of dropout."""
     found = of(f"{model} {text}")
     (core,) = [part for part in found.parts("*" if found.latent is None else "+") if "core_attn" in part.modules]
     assert core.kept == bytes_of_each * found.heads * 4096 * 4096

@@ -130,8 +130,8 @@ advise $COSTS --offload-ms 1,2 | must be one number above 0
 advise $COSTS --offload-ms 1 --offload-bandwidth 1 | both give the time of a copy
 advise $COSTS --output-ms 1 | --loss-ms
 advise $COSTS --spread-mtp | needs --mtp-layers
-advise $COSTS --schedules vocab_1f1b | splits the output layer with its loss, so the model needs one
-advise $COSTS --microbatch-costs 1,2,3 | costs of 3 microbatches are given; a step has 8
+advise $COSTS --schedules vocab_1f1b | splits the output layer with its loss, so the model needs an output layer
+advise $COSTS --microbatch-costs 1,2,3 | costs of 3 microbatches are given, but a step has 8
 advise $COSTS --data-parallel 0 | data_parallel is 0
 advise $COSTS --link 0-9:1 | --link 0-9 is not a link between two of the ranks 0 to 3
 advise $COSTS --bandwidth 0 | --bandwidth must be above 0
@@ -139,10 +139,10 @@ advise $COSTS --bandwidth 10 | --bandwidth needs the size of a message
 advise $COSTS --attention-share 0.1 | --attention-share needs --sequence-slices above 1
 advise $COSTS --attention-share 2 --sequence-slices 4 | the share of attention is 2
 advise $COSTS --sequence-slices 0 | '0' is not a whole number from 1
-advise $COSTS --schedules zb_h1 --no-split-backward | zb_h1 splits backwards, and the model cannot
-advise $COSTS --schedules gis --max-chunks 1 | gis has 2 chunks a rank, and at most 1 are tried
-advise $COSTS --schedules seq_1f1b | seq_1f1b is for slices of sequences, and 1 is tried
-advise $COSTS --schedules pipe_offload | pipe_offload offloads, and nothing says how long copies take
+advise $COSTS --schedules zb_h1 --no-split-backward | zb_h1 splits backwards, but the model cannot
+advise $COSTS --schedules gis --max-chunks 1 | gis has 2 chunks a rank, but at most 1 are tried
+advise $COSTS --schedules seq_1f1b | seq_1f1b needs slices of sequences, but --sequence-slices is 1
+advise $COSTS --schedules pipe_offload | pipe_offload offloads, but the time of copies is not known
 advise $COSTS --schedules '' | schedule '' is not known
 advise $COSTS --plot none/front.svg | none/front.svg: cannot be written (No such file or directory)
 advise $COSTS --measured-out / | /: cannot be written (Is a directory)
