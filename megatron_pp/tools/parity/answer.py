@@ -1,4 +1,4 @@
-"""What a comparison of a layout with one process says: as text, and as the object that `--json` prints."""
+"""The answer of a comparison of a layout with one process, as text and as the object that `--json` prints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _WHOSE = {
 
 
 def _when(kind: str) -> int | None:
-    """The place in time of what a parameter or a buffer has, within a step; None for other kinds."""
+    """The order in time of the values of parameters and buffers within a step; None for other kinds."""
     if is_state(kind):
         return 2
     return {RESTORED: 0, GRADIENT: 1, PARAMETER: 3, BUFFER: 4}.get(kind)
@@ -56,20 +56,28 @@ def _when(kind: str) -> int | None:
 
 @dataclass
 class Answer:
-    """``compared``: engine -> how the layout asked for compares. ``smallest``: where it differs. ``same``: whether both
-    schedules computed the same bits; None where one ran."""
+    """The answer of a comparison.
+
+    compared       engine -> the comparison of the whole layout
+    smallest       the smallest layout that differs; None if none does
+    engine         the engine of the smallest layout
+    checkpoints    use of a checkpoint -> its verdict
+    same           whether both schedules computed the same bits; None if only one ran
+    not_exercised  flag, or "dropout" -> the reason why it is not compared
+    known_faults   the known faults that the flags have: name, what, change
+    """
 
     script: list[str]
     layout: Layout
     changed: list[str]
     compared: dict[str, Comparison]
     smallest: Smallest | None = None
-    engine: str = ""  # of the smallest layout
+    engine: str = ""
     notes: list[str] = field(default_factory=list)
-    checkpoints: dict[str, str] = field(default_factory=dict)  # what was done with them -> the verdict
+    checkpoints: dict[str, str] = field(default_factory=dict)
     same: bool | None = None
-    not_exercised: dict[str, str] = field(default_factory=dict)  # flag, or "dropout" -> why
-    known_faults: list[dict[str, str]] = field(default_factory=list)  # that the flags meet: name, what, change
+    not_exercised: dict[str, str] = field(default_factory=dict)
+    known_faults: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -78,25 +86,25 @@ class Answer:
 
     @property
     def of_what_ran(self) -> str:
-        """The verdict without regard to what was not."""
+        """The verdict of the parts that ran; parts that did not run are ignored."""
         return max((one.verdict for one in self.compared.values()), key=ORDER.index)
 
     @property
     def not_made(self) -> list[str]:
-        """Flags whose data or steps the layout would treat in a way of its own, and which did not run."""
+        """The flags for data or steps that parallel code treats specially, but that did not run."""
         return [name for name in self.not_exercised if name in NOT_MADE]
 
     @property
     def comparison(self) -> Comparison:
-        """The one that is told about: of the smallest layout, else the worst."""
+        """The comparison that the answer describes: that of the smallest layout, otherwise the worst one."""
         if self.smallest is not None:
             return self.smallest.comparison
         return max(self.compared.values(), key=lambda one: ORDER.index(one.verdict))
 
     @property
     def whose(self) -> str | None:
-        """Of whom the difference is: "megatron" or "ours" where only that schedule differs; "model" where both do, so
-        that it is in what both call; None where it is not known."""
+        """The source of the difference: "megatron" or "ours" if only that schedule differs; "model" if both differ, so
+        that it is in code that both call; None if it is not known."""
         differing = [engine for engine, one in self.compared.items() if one.verdict == DIFFERENT]
         if len(self.compared) < 2 or not differing:
             return None
@@ -114,10 +122,11 @@ class Answer:
         return shlex.join(["megatron-pp", "parity", *options, *self.script, *layout.flags.words()])
 
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """Name -> what is wrong with it in the first step where a parameter is: its gradient or, where all gradients
-        are right, its value after the step. What follows is wrong because of these."""
+        """Parameter -> its fault in the first step with a wrong parameter. The fault is in the gradient; if all
+        gradients
+        are right, in the value after the step. Later values are wrong because of these."""
         start = self.comparison.first
-        if start is not None and start.key.kind == NORM:  # of what its parameters leave out
+        if start is not None and start.key.kind == NORM:  # the norm has the squares of some parameters wrongly
             ranks = [one.rank for one in self.comparison.wrong() if one.key == start.key]
             about = {"what": NORM, "ranks": ranks, "error": start.error, "allowed": start.allowed}
             return {name: dict(about) for name in self.comparison.of_norm}
@@ -141,7 +150,7 @@ class Answer:
             "error": max(one.error for one in found),
             "allowed": max(one.allowed for one in found),
         }
-        ratio = None if found[0].key.kind in (PARAMETER, BUFFER) else ratios(found)  # what was there before is in both
+        ratio = None if found[0].key.kind in (PARAMETER, BUFFER) else ratios(found)  # their old values are in both
         if ratio is not None:
             about |= {"ratio": ratio, "ratio_in_words": ratio_in_words(ratio, layout)}
         if name in self.comparison.partial_sums:
@@ -184,7 +193,7 @@ class Answer:
         }
 
     def lines(self) -> list[str]:
-        """The verdict first."""
+        """The lines of the answer. The verdict is the first."""
         label = self.layout.label() or "one process"
         if self.verdict == NOT_EXERCISED:
             lines = [f"{SENTENCES[NOT_EXERCISED]}: {', '.join(self.not_made)}"]
@@ -208,7 +217,7 @@ class Answer:
         return [*lines, f"changed: {_folded(self.changed) or 'nothing'}"]
 
     def rounding(self) -> str | None:
-        """Which sum has another order, where the layout is equal but for rounding."""
+        """The sum that has another order, if the layout differs only by rounding; otherwise None."""
         return first_rounded(self.comparison, self.layout) if self.of_what_ran == ROUNDING else None
 
     def _diagnosis(self) -> list[str]:
@@ -240,7 +249,7 @@ def _about(comparison: Comparison) -> str:
 
 
 def grouped(parameters: dict[str, dict[str, Any]]) -> list[str]:
-    """One line for the parameters that are wrong alike."""
+    """A line for each group of parameters with the same fault."""
     groups: dict[str, list[str]] = {}
     for name, about in parameters.items():
         words = [about["what"], *([f"stages {_list(about['stages'])}"] if about.get("stages") else [])]

@@ -1,4 +1,4 @@
-"""Made-up data in place of Megatron's data sets: every layout sees the same global batch."""
+"""Made-up data instead of Megatron's data sets. Every layout gets the same global batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_pp.tools.parity.parameters import Place
 
 
 def install(uneven_masks: bool) -> None:
-    """Let Megatron's training loop read from `batches`."""
+    """Makes Megatron's training loop read from `batches`."""
     from megatron.core.datasets import utils
     from megatron.training import training
 
-    utils.compile_helpers = lambda: None  # of the data sets that are replaced
+    utils.compile_helpers = lambda: None  # helpers of the replaced data sets
 
     def iterators(provider: Any) -> tuple[Any, None, None]:
         from megatron.core.rerun_state_machine import RerunDataIterator
@@ -34,8 +34,9 @@ def install(uneven_masks: bool) -> None:
 
 
 def batches(args: Any, rank: int, size: int, uneven_masks: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """The microbatches of data-parallel rank ``rank`` of ``size``: number n of the rank has the samples of number
-    n x size + rank of a single rank. After a checkpoint they go on where that was.
+    """The microbatches of data-parallel rank ``rank`` of ``size``. Microbatch n of this rank has the samples of
+    microbatch
+    n x size + rank of a single rank. After a checkpoint, they continue where the checkpoint was saved.
     """
     number = rank + getattr(args, "consumed_train_samples", 0) // args.micro_batch_size
     while True:
@@ -49,8 +50,9 @@ def batches(args: Any, rank: int, size: int, uneven_masks: bool) -> Iterator[dic
 
 
 def sample(number: int, length: int, vocabulary: int, uneven_masks: bool) -> dict[str, torch.Tensor]:
-    """int64 tokens, labels and positions, float32 mask, (length,). An uneven mask has a run of masked tokens, whose
-    place and length are the sample's."""
+    """A sample: int64 tokens, labels and positions, and a float32 mask, all of shape (length,). With uneven masks, a
+    run
+    of tokens is masked; its place and length depend on the sample's number."""
     generator = torch.Generator().manual_seed(1 + number)
     tokens = torch.randint(vocabulary, (length + 1,), generator=generator)
     mask = torch.ones(length, dtype=torch.float32)
@@ -67,8 +69,8 @@ def sample(number: int, length: int, vocabulary: int, uneven_masks: bool) -> dic
 
 
 def in_documents(sample: dict[str, torch.Tensor], number: int, args: Any) -> dict[str, torch.Tensor]:
-    """The sample with what Megatron's flags make of the ends of documents in it: two tokens, whose places are the
-    sample's, are the last of the vocabulary, which ends a document. Masks of attention are True where nothing is seen.
+    """The sample, changed as Megatron's flags for ends of documents say. Two tokens become the last of the vocabulary,
+    which ends a document; their places depend on the sample's number. Attention masks are True for hidden tokens.
     """
     length = len(sample["tokens"])
     resets = {
@@ -93,7 +95,8 @@ def in_documents(sample: dict[str, torch.Tensor], number: int, args: Any) -> dic
 
 
 def for_bert(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The batch under the names of pretrain_bert.py, all int64: two segments, whose order is the sample's."""
+    """The batch with the names of pretrain_bert.py, all int64. It has two segments; their order depends on the
+    sample."""
     tokens = batch["tokens"]
     second = torch.arange(tokens.shape[1]) >= tokens.shape[1] // 2
     return {

@@ -1,4 +1,4 @@
-"""`megatron-pp parity`: runs a script under its layout and as one process, compares, and looks for what differs."""
+"""`megatron-pp parity`: runs a script under its layout and as one process, compares them, and finds the fault."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENGINES = {"both": (MEGATRON, OURS), "megatron": (MEGATRON,), "ours": (OURS,)}
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for on the command line."""
+    """The options of the command line."""
 
     script: str
     arguments: list[str]
@@ -39,13 +39,14 @@ class Options:
     steps: int = 2
     uneven_masks: bool = True
     deadline: float = 120.0
-    checkpoints: tuple[str, ...] = ()  # of layout.CHECKPOINTS
+    checkpoints: tuple[str, ...] = ()  # values of layout.CHECKPOINTS
 
 
 def answer(
     options: Options, load: Any, plugin: Callable[[], None], say: Callable[[str], None], place: Workplace
 ) -> Answer:
-    """``say`` is told what is run. Raises RunError where a run that is needed does not end, or cannot begin."""
+    """The answer of the comparison. ``say`` gets a text before each run. Raises RunError if a necessary run fails, does
+    not end, or cannot begin."""
     layout = asked_for(options)
     gpus = _gpus()
     gpu = gpus >= layout.world
@@ -87,8 +88,10 @@ def answer(
 
 
 def examined(program: Program, layout: Layout, options: Options, folder: Path) -> tuple[Program, Layout, Seen]:
-    """The program with what its script does, and the layout with flags under the names that parity knows. Raises
-    RunError for flags that the script does not understand, and for sizes that it refuses before they are made small.
+    """The program with the properties of its script, and the layout with the flags by the names that parity knows.
+
+    Raises RunError for flags that the script does not understand, and for sizes that it refuses although it accepts the
+    small ones.
     """
 
     def examine_with(shrunk: bool, layout: Layout) -> Seen:
@@ -122,8 +125,8 @@ def _for_parity(layout: Layout, options: Options, program: Program, seen: Seen) 
 def compare_engines(
     runs: Runs, layout: Layout, engines: tuple[str, ...], say: Callable[[str], None]
 ) -> tuple[dict[str, Comparison], bool | None]:
-    """Each engine's numbers beside one process, and whether two engines compute the same bits. Then they compare alike:
-    the second one is not run in float64."""
+    """The comparison of each engine with one process, and whether two engines compute the same bits. If so, their
+    comparisons are equal, and the second engine is not run in float64."""
     found, same = Comparison(), None
     compared: dict[str, Comparison] = {}
     for engine in engines:
@@ -136,8 +139,8 @@ def compare_engines(
 
 
 def compare(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None]) -> Comparison:
-    """In float32; where that is not equal to the bit, a fault is told from rounding in float64. What is equal there is
-    a fault only where float32 is far off."""
+    """The comparison in float32. If it is not equal to the bit, a run in float64 separates faults from rounding. A
+    difference that does not occur in float64 is a fault only if it is very large in float32."""
     alone, exact = runs.alone(layout, "float32"), runs.exact(layout)
     records = runs.layout(layout, engine, "float32")
     found = compare_records(records, alone, exact)
@@ -148,7 +151,7 @@ def compare(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None])
 
 
 def check_recomputation(runs: Runs, layout: Layout, engine: str, found: Comparison) -> Comparison:
-    """With dropout, a recomputation that draws other random numbers than its forward is a fault."""
+    """The comparison, with a fault if a recomputation with dropout uses other random numbers than its forward."""
     recomputed = "recomputation" in layout.parts() and not layout.checkpoint
     if found.verdict != DIFFERENT and recomputed and runs.program.loop:
         flags = layout.flags.with_values(attention_dropout=0.1, hidden_dropout=0.1)
@@ -160,7 +163,7 @@ def check_recomputation(runs: Runs, layout: Layout, engine: str, found: Comparis
 
 
 def compare_exactly(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None]) -> Comparison:
-    """In float64, or in float32 where the script cannot compute in float64."""
+    """The comparison in float64; in float32 if the script cannot compute in float64."""
     dtype = "float32" if runs.notes else "float64"
     say(f"{layout.label() or 'one process'}, schedule: {engine}, {dtype}")
     exact = runs.exact(layout)
@@ -169,7 +172,7 @@ def compare_exactly(runs: Runs, layout: Layout, engine: str, say: Callable[[str]
 
 
 def asked_for(options: Options) -> Layout:
-    """Raises RunError where the number of processes does not fit the flags."""
+    """The layout that the options describe. Raises RunError if the number of processes does not fit the flags."""
     flags = Flags.read(options.arguments)
     refuse(flags)
     try:
@@ -184,7 +187,7 @@ def asked_for(options: Options) -> Layout:
 
 
 def _gpus() -> int:
-    """Counted without CUDA, which ranks could not use after a fork if it had begun here."""
+    """The number of GPUs. CUDA is not initialised for it, because ranks could not use CUDA after a fork then."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 

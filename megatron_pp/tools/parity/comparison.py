@@ -1,8 +1,11 @@
-"""Records of a layout beside those of one process: equal, equal within rounding, or different, and where first.
+"""Compares the records of a layout with those of one process: they are equal, equal within rounding, or different.
+Finds
+the first difference.
 
-In float32, a layout may differ from the float64 numbers of one process `FACTOR` times as much as one process in float32
-does: it rounds in another order. In float64, a difference of more than `FACTOR` x `FLOAT64` of the largest value is a
-fault: rounding is some 1e-15.
+In float32, the layout may differ from one process in float64 by `FACTOR` times the difference of one process in
+float32,
+because the layout rounds in another order. In float64, a difference of more than `FACTOR` x `FLOAT64` times the largest
+value is a fault: rounding is about 1e-15.
 """
 
 from __future__ import annotations
@@ -25,8 +28,13 @@ _SAME_RATIO = 1e-3
 
 @dataclass
 class Difference:
-    """One tensor of one rank: its largest error against float64, what rounding allows, and its ratio to what is right
-    where that is one number for all elements.
+    """The comparison of one tensor on one rank.
+
+    error    largest error against float64
+    allowed  largest error that rounding can cause
+    ratio    ratio to the right values, if all elements have the same ratio
+    exact    equal to the last bit
+    stage    stage of the pipeline, in model order, that has the parameter
     """
 
     key: Key
@@ -35,7 +43,7 @@ class Difference:
     allowed: float
     ratio: float | None = None
     exact: bool = False
-    stage: int | None = None  # of the pipeline, in model order, that holds the parameter
+    stage: int | None = None
 
     @property
     def found(self) -> bool:
@@ -44,12 +52,17 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """All tensors in the order in which one process computes them. ``missing``: what no rank has, in words."""
+    """The comparison of all tensors, in the order in which one process computes them.
+
+    missing       sentences about values that no rank has
+    partial_sums  parameter -> the kind of ranks whose gradients add up to the right one
+    of_norm       if the first difference is a norm, the parameters whose squares are wrong in it
+    """
 
     differences: list[Difference] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    partial_sums: dict[str, str] = field(default_factory=dict)  # parameter -> the ranks whose gradients add up to it
-    of_norm: list[str] = field(default_factory=list)  # parameters that a norm, the first difference, has wrongly
+    partial_sums: dict[str, str] = field(default_factory=dict)
+    of_norm: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -71,7 +84,8 @@ class Comparison:
 
 
 def compare_records(records: list[Record], alone: Record, exact: Record, unit: float = FLOAT32) -> Comparison:
-    """``alone``: one process in the precision of ``records``, with rounding ``unit``. ``exact``: one in float64."""
+    """Compares ``records`` with ``alone``, one process in the same precision with rounding ``unit``. ``exact`` is one
+    process in float64."""
     result = Comparison()
     noise = _noise(alone, exact, unit)
     held = _held(records)
@@ -102,8 +116,11 @@ def compare_records(records: list[Record], alone: Record, exact: Record, unit: f
 
 
 def _may_be_missing(key: Key, last: int, records: list[Record]) -> bool:
-    """Recomputed outputs have no gradient that a hook sees, parameters may not be gathered yet, reports are recorded
-    where each microbatch is whole on one rank, optimizers differ in what they keep."""
+    """Whether it is no fault that no rank has the value. Hooks do not see gradients of recomputed outputs, parameters
+    may
+    not be gathered yet, reports are recorded only if each microbatch is whole on one rank, and optimizers keep
+    different
+    states."""
     place = records[0].place
     assert place is not None
     if key.kind == REPORT:
@@ -123,14 +140,15 @@ def same_bits(records: list[Record], others: list[Record]) -> bool:
 
 
 def _stage(record: Record, name: str) -> int | None:
-    """The stage that holds the parameter: chunks go round the ranks of a pipeline."""
+    """The stage that has the parameter. Chunk c of rank r is stage c x PP + r."""
     chunk, place = record.stage.get(name), record.place
     return None if chunk is None or place is None else chunk * place.size["PP"] + place.rank["PP"]
 
 
 def _noise(alone: Record, exact: Record, unit: float) -> dict[tuple[int, str, str], float]:
-    """(step, kind, name) -> what rounding allows, over all microbatches. A tensor that is zero but for rounding, such
-    as the gradient of a key's bias, is measured by the largest of its kind."""
+    """(step, kind, name) -> the largest error that rounding can cause, over all microbatches. A tensor that is zero
+    except
+    for rounding, such as the gradient of a key's bias, is measured by the largest value of its kind."""
     noise: dict[tuple[int, str, str], float] = {}
     largest: dict[str, float] = {}
     for key, value in exact.values.items():
@@ -145,7 +163,7 @@ def _noise(alone: Record, exact: Record, unit: float) -> dict[tuple[int, str, st
 
 
 def _held(records: list[Record]) -> dict[Key, list[tuple[int, Value]]]:
-    """Key -> (rank, value). Sums over the tokens of a context-parallel rank are added up."""
+    """Key -> (rank, value) of each rank that has it. Sums over the tokens of context-parallel ranks are added up."""
     held: dict[Key, list[tuple[int, Value]]] = {}
     sums: dict[tuple[Key, tuple[int, ...]], np.ndarray] = {}
     for rank, record in enumerate(records):
@@ -184,7 +202,7 @@ def _valid(value: Value, array: np.ndarray) -> np.ndarray:
 
 
 def _ratio(own: np.ndarray, truth: np.ndarray, allowed: float) -> float | None:
-    """The number by which ``truth`` is multiplied in ``own``; None where there is none."""
+    """The number by which all elements of ``truth`` are multiplied in ``own``; None if there is no such number."""
     own, truth = own.astype(np.float64).reshape(-1), truth.astype(np.float64).reshape(-1)
     square = float(truth @ truth)
     if not square:
@@ -195,7 +213,8 @@ def _ratio(own: np.ndarray, truth: np.ndarray, allowed: float) -> float | None:
 
 
 def _not_covered(key: Key, values: list[Value], shape: tuple[int, ...]) -> Iterator[str]:
-    """Elements of a parameter that are on no rank, as after a wrong division among the ranks of an optimizer."""
+    """A sentence if some elements of a parameter are on no rank, as after a wrong division among an optimizer's
+    ranks."""
     covered = np.zeros(shape, dtype=bool)
     for value in values:
         own = np.zeros(value.data.size, dtype=bool)
@@ -217,7 +236,7 @@ def _find_partial_sums(
     truth: np.ndarray,
     allowed: float,
 ) -> None:
-    """Note the kind of group whose ranks hold partial sums: gradients that add up to what each should have."""
+    """Records the kind of group whose ranks have partial sums: their gradients add up to the right gradient."""
     for name in ("TP", "CP", "PP", "DP", "EP"):
         groups: dict[tuple[int, ...], list[Value]] = {}
         for rank, value in parts:

@@ -1,4 +1,5 @@
-"""Collectives that gloo lacks and Megatron-core calls: averages, coalescing, unequal sizes. Part of `cpu_stand_in`."""
+"""Collectives that Megatron-core calls and gloo does not have: averages, coalescing, unequal sizes. Part of
+`cpu_stand_in`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def redirect_distributed() -> None:
         setattr(dist, name, redirected)
         setattr(c10d, name, redirected)
     wrap(dist, "barrier", _without_device)
-    # gloo does not coalesce: run the operations one by one and hand out one handle for all of them.
+    # gloo does not coalesce: the operations run one by one, and the caller gets one handle for all of them.
     c10d._coalescing_manager = dist._coalescing_manager = _one_by_one
     wrap(dist, "all_to_all_single", _listed_sizes)
     wrap(dist, "all_gather", _gathered_one_by_one)
@@ -41,12 +42,14 @@ def _gloo_for_nccl(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _without_device(original: Any, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-    """Megatron names the device so that NCCL need not guess it; gloo's barrier refuses the argument."""
+    """A barrier without the argument for the device. Megatron gives the device for NCCL, but gloo's barrier refuses
+    it."""
     return original(group=group, async_op=async_op)
 
 
 def _listed_sizes(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Megatron's dispatcher makes lists of the sizes where it copies them from a GPU, else leaves tensors."""
+    """An all-to-all with lists of sizes. Megatron's dispatcher makes lists if it copies sizes from a GPU; on the CPU it
+    passes tensors."""
     for name in ("output_split_sizes", "input_split_sizes"):
         if isinstance(kwargs.get(name), torch.Tensor):
             kwargs[name] = kwargs[name].tolist()
@@ -56,7 +59,9 @@ def _listed_sizes(original: Any, *args: Any, **kwargs: Any) -> Any:
 def _gathered_one_by_one(
     original: Any, tensor_list: Any, tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """gloo gathers tensors of one size only. Megatron waits where it gives unequal ones."""
+    """An all-gather of unequal tensors, by broadcasts: gloo gathers only equal sizes. Megatron's calls with unequal
+    tensors
+    are synchronous."""
     if async_op or len({each.shape for each in tensor_list}) == 1:
         return original(tensor_list, tensor, group=group, async_op=async_op)
     tensor_list[dist.get_rank(group)].copy_(tensor)
@@ -66,7 +71,7 @@ def _gathered_one_by_one(
 
 
 def _scattered_one_by_one(original: Any, output: torch.Tensor, input_list: Any, *args: Any, **kwargs: Any) -> Any:
-    """As ``_gathered_one_by_one``."""
+    """A reduce-scatter of unequal tensors, by reductions: gloo scatters only equal sizes."""
     if len({each.shape for each in input_list}) == 1:
         return original(output, input_list, *args, **kwargs)
     group = kwargs.get("group")
@@ -112,7 +117,8 @@ def _report_to_manager(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _average_by_hand(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """gloo has no ReduceOp.AVG: sum, then divide. Only the synchronous form is needed by Megatron."""
+    """An average as a sum and a division, because gloo has no ReduceOp.AVG. Megatron needs only the synchronous
+    form."""
     if kwargs.get("op") != dist.ReduceOp.AVG:
         return original(*args, **kwargs)
     if kwargs.get("async_op"):

@@ -1,7 +1,7 @@
-"""Layers of Megatron-core whose plain implementations leave out a parallel dimension: completed here, for the CPU.
+"""Completes layers of Megatron-core for the CPU, whose plain implementations do not support a parallel dimension.
 
-Transformer Engine has these, and needs a GPU. Megatron's own code does the rest: the norm's gradients are reduced by
-Megatron where it reduces those of Transformer Engine's, attention is Megatron's `DotProductAttention`.
+Transformer Engine's layers support it, but need a GPU. The other code is Megatron's own: Megatron reduces the norms'
+gradients in the same place as those of Transformer Engine, and attention is Megatron's `DotProductAttention`.
 
 | layer                | what it lacks         | what it does here                                        |
 | -------------------- | --------------------- | -------------------------------------------------------- |
@@ -25,7 +25,7 @@ from megatron_pp.tools.parity.wrapping import wrap
 
 
 def complete_layers() -> None:
-    """Let the local layers run under sequence and context parallelism. Idempotent."""
+    """Makes the local layers run under sequence and context parallelism. It may be called several times."""
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import dot_product_attention, torch_norm
 
@@ -41,7 +41,7 @@ def complete_layers() -> None:
 
 
 def _name_berts_layers() -> None:
-    """Megatron's pretrain_bert.py imports the layers of Transformer Engine by name, which its module refuses."""
+    """Adds a name that Megatron's pretrain_bert.py imports. Its module lacks the name without Transformer Engine."""
     with contextlib.suppress(ImportError):
         from megatron.core.models.bert import bert_layer_specs as specs
 
@@ -49,7 +49,9 @@ def _name_berts_layers() -> None:
 
 
 def positions_of(length: int, rank: int, size: int) -> torch.Tensor:
-    """Positions, int64 (length / size,), that a rank holds: pieces rank and 2 x size - 1 - rank, as Megatron has it."""
+    """The positions of a context-parallel rank, int64 of shape (length / size,): the pieces rank and 2 x size - 1 -
+    rank,
+    as in Megatron."""
     if size == 1:
         return torch.arange(length)
     pieces = torch.arange(length).chunk(2 * size)

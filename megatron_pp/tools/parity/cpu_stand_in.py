@@ -1,9 +1,10 @@
-"""Let Megatron-core run on a CPU with gloo: for `megatron-pp parity`, tests, and trying things on a laptop.
+"""Makes Megatron-core run on a CPU with gloo: for `megatron-pp parity`, for tests, and for trials without a GPU.
 
-Megatron-core says "cuda" and "nccl" in many places. `redirect()` answers each of them with the CPU's counterpart,
-so that the real `GPTModel`, `DistributedDataParallel` and distributed optimizer run unchanged. Nothing that
-trains imports this module, and nothing here is needed on a machine with GPUs. Call it once per process,
-before Megatron is imported:
+Megatron-core uses "cuda" and "nccl" in many places. `redirect()` replaces each use by the CPU's counterpart, so that
+the
+real `GPTModel`, `DistributedDataParallel` and distributed optimizer run unchanged. Training does not import this
+module,
+and a machine with GPUs does not need it. Call it once per process, before Megatron is imported:
 
     from megatron_pp.tools.parity import cpu_stand_in
     cpu_stand_in.redirect()
@@ -59,7 +60,7 @@ _TRAINING_LOOP = "megatron.training.training"
 
 
 class NoStream:
-    """Stands for a CUDA stream: the CPU has one order of execution, so there is nothing to wait for."""
+    """A stand-in for a CUDA stream. The CPU runs operations in order, so there is nothing to wait for."""
 
     cuda_stream = 0
 
@@ -86,7 +87,7 @@ class NoStream:
 
 
 class NoEvent:
-    """Stands for a CUDA event: always over."""
+    """A stand-in for a CUDA event that has always ended."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -109,7 +110,7 @@ def _says_cuda(value: object) -> bool:
     return isinstance(value, str) and value.split(":")[0] == "cuda"
 
 
-# Functions of torch, and methods of a tensor, that take a device.
+# Functions of torch, and methods of a tensor, that have an argument for a device.
 FACTORIES = (
     *("arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "logspace", "ones"),
     *("ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "scalar_tensor"),
@@ -136,7 +137,7 @@ def _redirect_devices() -> None:
 
 
 def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with the CPU in place of every CUDA device among its arguments."""
+    """The function with every CUDA device among its arguments replaced by the CPU."""
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -150,11 +151,11 @@ def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def redirect() -> None:
-    """Redirect this process to the CPU. Idempotent; there is no way back."""
+    """Redirects this process to the CPU. It may be called several times, and cannot be undone."""
     if getattr(torch.cuda, "_megatron_pp_stand_in", False):
         return
     torch.cuda._megatron_pp_stand_in = True  # type: ignore[attr-defined]
-    importlib.import_module("torch._dynamo")  # wants the real torch.cuda; torch's optimizers would import it later
+    importlib.import_module("torch._dynamo")  # it needs the real torch.cuda; torch's optimizers import it later
     _redirect_devices()
     _redirect_cuda_module()
     vars(torch)["compile"] = lambda model=None, **_: model if model is not None else (lambda function: function)
@@ -211,7 +212,7 @@ def _set_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _add_fused_gradients() -> None:
-    """Apex's extension, which adds a weight's gradient to the one that is there."""
+    """Adds a stand-in for Apex's extension, which adds a weight gradient to the accumulated one."""
 
     def wgrad_gemm_accum(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad.addmm_(grad_output.t(), inputs)
@@ -226,9 +227,10 @@ def _add_fused_gradients() -> None:
 
 @contextlib.contextmanager
 def triton_stand_in() -> Iterator[None]:
-    """Put this around `import megatron...`: its main branch defines triton kernels on import, never called on the CPU.
+    """A context for `import megatron...`. Megatron's main branch defines triton kernels on import; the CPU never runs
+    them.
 
-    Afterwards triton is absent again, or torch itself would take it for a real one.
+    Afterwards triton is absent again. Otherwise torch itself would use the stand-in as a real triton.
     """
     if importlib.util.find_spec("triton") is not None:
         yield
@@ -258,7 +260,7 @@ def triton_stand_in() -> Iterator[None]:
 
 
 def _kernel(*args: Any, **kwargs: Any) -> Any:
-    """Any triton decorator, used with or without arguments: leaves what it decorates as it is."""
+    """A stand-in for all triton decorators, with or without arguments. It returns the function unchanged."""
     return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else _kernel
 
 
@@ -266,12 +268,12 @@ def _redirect_rng_tracker() -> None:
     import megatron.core.tensor_parallel.random as tracker
 
     tracker._get_cuda_rng_state, tracker._set_cuda_rng_state = _get_state, _set_state
-    # The tracker warns that the CPU's state changed inside a CUDA fork. Here that is what it is for.
+    # The tracker warns that the CPU's state changed inside a CUDA fork. Here this is intended.
     logging.getLogger(tracker.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 def _complete_recomputation() -> None:
-    """Without Transformer Engine, recomputation of a part of a layer asks for its FP8 state, which is off here."""
+    """Adds an FP8 state that is off. Recomputation of a part of a layer reads it, also without Transformer Engine."""
     import megatron.core.tensor_parallel.random as recomputation
 
     if not hasattr(recomputation, "FP8GlobalStateManager"):
@@ -294,7 +296,8 @@ _ASKED = {
     ),
     "megatron.core.transformer.multi_latent_attention": ("TELinear",),
 }
-"""Module -> layers of Transformer Engine: without it they are mocks, and the module asks whether a layer is one."""
+"""Module -> layers of Transformer Engine that it passes to isinstance. Without Transformer Engine they are mocks, and
+isinstance would fail."""
 
 
 def _complete_asked_layers() -> None:
@@ -307,8 +310,11 @@ def _complete_asked_layers() -> None:
 
 
 def _complete_sharded_optimizer() -> None:
-    """Megatron's restores a checkpoint for Adam of Transformer Engine or Apex. The state of torch's is empty before the
-    first step, and has a step for each parameter, where Megatron has one; parameters in float32 require gradients.
+    """Makes Megatron's distributed optimizer restore checkpoints with torch's Adam.
+
+    Megatron expects the Adam of Transformer Engine or Apex. The state of torch's Adam is empty before the first step,
+    and
+    has a step for each parameter; Megatron has one step. Parameters in float32 require gradients.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -340,8 +346,7 @@ def _load_with_steps(original: Any, self: Any, state_dict: Any) -> None:
 
 
 def allow_no_gpu() -> None:
-    """Megatron's training loop refuses to begin without a GPU, unless it is told that there may be none: as soon as it
-    is imported."""
+    """Allows Megatron's training loop to begin without a GPU, as soon as it is imported."""
     from megatron_pp.integrations.on_import import WhenImported
 
     WhenImported((_TRAINING_LOOP,), _allow_no_gpu)

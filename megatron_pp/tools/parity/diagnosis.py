@@ -1,4 +1,5 @@
-"""Which part of a layout brings a difference: parts are switched off in halves, then one by one, then made smaller."""
+"""Finds the part of a layout that causes a difference. Parts are switched off in halves, then one by one; then the
+remaining parts are made smaller."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from megatron_pp.tools.parity.processes import RunError
 from megatron_pp.tools.parity.verdicts import DIFFERENT
 
 Compare = Callable[[Layout], Comparison]
-"""Raises RunError where a layout cannot run."""
+"""Compares a layout with one process. Raises RunError if the layout cannot run."""
 
 _IMPLIED = {"PP": ("VPP",), "experts": ("EP", "ETP"), "DP": ("EP",)}
-"""Part -> those that cannot be without it, and so name it."""
+"""Part -> parts that need it. If one of them is found, the part itself is not named."""
 
 
 @dataclass(frozen=True)
 class Smallest:
-    """The smallest layout that was found to differ, the parts of it without which it does not, and how it differs."""
+    """The smallest layout that differs, the parts that are necessary for the difference, and its comparison."""
 
     layout: Layout
     parts: list[str]
@@ -31,7 +32,7 @@ class Smallest:
 
 
 def smallest(layout: Layout, found: Comparison, compare: Compare) -> Smallest:
-    """``found``: how ``layout`` differs."""
+    """The smallest layout that differs. ``found`` is the comparison of ``layout``."""
     search = _FaultSearch(layout, found, compare)
     search.drop_parts()
     search.halve_sizes()
@@ -43,7 +44,9 @@ class _FaultSearch:
         self.layout, self.comparison, self.compare = layout, found, compare
 
     def drop_parts(self) -> None:
-        """Delta debugging: groups of half the parts, of a quarter, and so on, until no single part can go."""
+        """Delta debugging: removes groups of half the parts, of a quarter, and so on, until no single part can be
+        removed
+        without losing the difference."""
         groups = 2
         while True:
             parts = self.layout.parts()
@@ -64,12 +67,12 @@ class _FaultSearch:
                 pass
 
     def guilty(self) -> list[str]:
-        """Without these the layout is right; those that others bring with them are left out."""
+        """The parts without which the layout is right. A part that another one needs is left out."""
         parts = self.layout.parts()
         return [part for part in parts if not set(_IMPLIED.get(part, ())) & set(parts)]
 
     def _try(self, layout: Layout | None) -> bool:
-        """Whether this layout differs too; then it is the one to go on with."""
+        """Whether this layout differs, too. If so, the search continues with it."""
         if layout is None or layout == self.layout:
             return False
         try:
@@ -90,7 +93,7 @@ def _without(layout: Layout, parts: list[str]) -> Layout:
 
 
 def ratio_in_words(ratio: float, layout: Layout) -> str:
-    """Such as "x 2 = size of CP"."""
+    """The ratio in words, such as "x 2 = size of CP"."""
     for name in ("CP", "TP", "DP", "EP", "PP", "VPP", "ETP"):
         size = layout.size(name)
         for value, words in ((size, f"size of {name}"), (1 / size, f"1 / size of {name}")):
@@ -100,7 +103,7 @@ def ratio_in_words(ratio: float, layout: Layout) -> str:
 
 
 def ratios(differences: list[Difference]) -> float | None:
-    """The one ratio that all ranks have."""
+    """The ratio that all ranks have; None if they differ."""
     found = [one.ratio for one in differences]
     if not found or any(one is None for one in found):
         return None

@@ -1,4 +1,4 @@
-"""How a run, or a process of it, ended: an error, and words. Without torch, for the command and its keeper."""
+"""The error of a failed run, and the end of a process in words. It imports no torch, for the command and its keeper."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron_pp.errors import MegatronPPError
 
 
 class RunError(MegatronPPError, RuntimeError):
-    """A run that a comparison needs did not end: a rank raised, died, or missed the deadline."""
+    """A run that a comparison needs has failed: a rank raised, died, or missed the deadline."""
 
 
 def ended_in_words(code: int | None) -> str:
-    """How a process ended, from its exit code; a negative one is that of a signal."""
+    """The end of a process in words, from its exit code. A negative code is the number of a signal."""
     if code is None or code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):

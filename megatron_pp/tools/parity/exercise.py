@@ -1,5 +1,5 @@
-"""What of a script's flags a comparison cannot run, or runs without: named in its answer, so that nobody takes it for
-compared."""
+"""The flags of a script that a comparison cannot run, or leaves out. The answer names them, so that a user knows that
+they were not compared."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ NOT_MADE = {
     "--rampup-batch-size": "the number of microbatches does not change between steps",
     "--step-batch-size-schedule": "the number of microbatches does not change between steps",
 }
-"""Data and steps that parallel code treats in a way of its own, and that are not made. A layout with one of these is
-not equal, whatever else is."""
+"""Flags for data and steps that parallel code treats specially, and that a comparison does not make. The verdict of a
+layout with such a flag is never "equal"."""
 _LEFT_OUT = {
     "--optimizer-cpu-offload": "the optimizer's state stays where the model is",
     "--recompute-loss-function": "the loss is not recomputed",
@@ -35,13 +35,13 @@ DROPOUT = "it is off: layouts draw other random numbers, and these are not compa
 
 
 def refuse(flags: Flags) -> None:
-    """Raises RunError for flags with which parity cannot compare anything."""
+    """Raises RunError for flags with which parity cannot compare."""
     for name in flags.having(REFUSED):
         raise RunError(f"{name}: {REFUSED[name]}")
 
 
 def not_exercised(given: Flags, ran: Flags, needs_gpu: tuple[str, ...]) -> dict[str, str]:
-    """Flag -> why the comparison says nothing about it. ``given``: the script's; ``ran``: those of the runs."""
+    """Flag -> the reason why it is not compared. ``given`` has the script's flags, ``ran`` those of the runs."""
     found = {name: why for name, why in (NOT_MADE | _LEFT_OUT).items() if name in given}
     gone = [name for name in dict.fromkeys(name for name, _ in given.items) if name not in ran]
     return found | {name: "it needs a GPU" for name in gone if name in needs_gpu}

@@ -1,4 +1,4 @@
-"""Run Megatron in float64: what it calls float32 is float64, in this process."""
+"""Runs Megatron in float64: in this process, float32 is replaced by float64."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 def compute_in_float64() -> None:
-    """Call it before the script runs. A sum in float64 that differs from one in float32 by rounding says how much
-    rounding there is."""
+    """Replaces float32 by float64. Call it before the script runs. The difference to a run in float32 shows the size of
+    rounding."""
     module: Any = torch
     tensor: Any = torch.Tensor
     float32, float64 = torch.float32, torch.float64
-    module.storage._storage_type_to_dtype_map()  # it keeps what it has made: files are read and written by it
+    module.storage._storage_type_to_dtype_map()  # cached with the real float32, for reading and writing files
     plain_to, plain_type = tensor.to, tensor.type
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -39,6 +39,6 @@ def compute_in_float64() -> None:
 
 
 def _replace_default(function: Any, old: object, new: object) -> None:
-    """Replace a default of a function that was imported before."""
+    """Replaces a default argument of a function that is already imported."""
     if isinstance(function, FunctionType) and any(value is old for value in function.__defaults__ or ()):
         function.__defaults__ = tuple(new if value is old else value for value in function.__defaults__ or ())

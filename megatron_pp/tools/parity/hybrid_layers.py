@@ -1,5 +1,5 @@
-"""Hybrid models on the CPU: their stack is specified with layers of Transformer Engine, in whose place Megatron-core's
-plain ones are put, and Mamba's kernels are written out in torch. Part of the CPU stand-in.
+"""Hybrid models on the CPU. The layers of Transformer Engine in their specifications are replaced by Megatron-core's
+plain layers, and Mamba's kernels are written in torch. Part of the CPU stand-in.
 
 | of Transformer Engine              | here                                                         |
 | ---------------------------------- | ------------------------------------------------------------ |
@@ -38,14 +38,14 @@ _MAMBA = "mamba_ssm"
 
 
 def complete_hybrid_layers() -> None:
-    """Put plain layers into the specifications of hybrid stacks that have been imported."""
+    """Puts plain layers into the imported specifications of hybrid stacks."""
     for module, name in _STACKS.items():
         spec = getattr(sys.modules.get(module), name, None)
         if spec is not None:
             _complete(spec)
     for module in _BLOCKS:
         if module in sys.modules:
-            vars(sys.modules[module])["TENorm"] = _plain_layers()["TENorm"]  # behind the last layer
+            vars(sys.modules[module])["TENorm"] = _plain_layers()["TENorm"]  # the norm after the last layer
 
 
 def _complete(stack: Any) -> None:
@@ -82,7 +82,7 @@ def _plain_experts() -> Any:
 
 
 def _replaced(spec: Any, plain: dict[str, Any]) -> bool:
-    """Replace Transformer Engine's layers below ``spec``; whether one of them has a norm of its own."""
+    """Replaces Transformer Engine's layers in ``spec``. Returns whether one of them contains a norm."""
     fused = False
     for owner, key, value in _values(spec):
         name = _name_of(value)
@@ -98,14 +98,14 @@ def _replaced(spec: Any, plain: dict[str, Any]) -> bool:
 
 
 def _values(spec: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """(where it is kept, its name there, value) of what a specification consists of."""
+    """The values in a specification, as (the dict that has the value, its key, the value)."""
     kept = spec.keywords if isinstance(spec, functools.partial) else getattr(spec, "__dict__", {})
     for key, value in list(kept.items()):
         yield kept, key, value
 
 
 def _name_of(value: Any) -> str:
-    """The name of a layer of Transformer Engine, or of the mock that stands for it where that is missing."""
+    """The name of a layer of Transformer Engine, or of its mock if Transformer Engine is missing."""
     module: Any = sys.modules.get("megatron.core.extensions.transformer_engine")
     for name in ("TELayerNormColumnParallelLinear", "TEColumnParallelLinear", "TELinear", "TERowParallelLinear"):
         if value is getattr(module, name, module):
@@ -118,7 +118,7 @@ def _name_of(value: Any) -> str:
 
 @contextlib.contextmanager
 def mamba_stand_in() -> Iterator[None]:
-    """Put this around `import megatron...`: Mamba's layers import kernels of the package mamba_ssm."""
+    """A context for `import megatron...`: Mamba's layers import kernels of the package mamba_ssm."""
     if importlib.util.find_spec(_MAMBA) is not None:
         yield
         return
@@ -151,7 +151,7 @@ def _of_inference(*args: Any, **kwargs: Any) -> Any:
 
 
 class GatedNorm(torch.nn.Module):
-    """mamba_ssm's `RMSNorm`: of groups of the last dimension, with a gate."""
+    """mamba_ssm's `RMSNorm`, over groups of the last dimension, with a gate."""
 
     def __init__(
         self,
@@ -189,8 +189,9 @@ def split_convolved_scan(
     ngroups: int = 1,
     **options: Any,
 ) -> torch.Tensor:
-    """mamba_ssm's `mamba_split_conv1d_scan_combined`, position after position. ``zxbcdt``: (batch, sequence, sizes of
-    z, x, B, C and dt together); returns (batch, sequence, heads x head size), with z as the gate."""
+    """mamba_ssm's `mamba_split_conv1d_scan_combined`, calculated position by position, with z as the gate. ``zxbcdt``
+    has
+    the shape (batch, sequence, sizes of z, x, B, C and dt together). Returns (batch, sequence, heads x head size)."""
     heads, size = len(A), headdim or D.shape[-1]
     inner, channels = heads * size, len(conv1d_weight)
     z, convolved, step = zxbcdt.split([inner, channels, heads], dim=-1)

@@ -1,4 +1,5 @@
-"""A JUnit file: one test case for each engine. It fails where the layout differs, and is an error without an answer."""
+"""A JUnit file with a test case for each engine. The case fails if the layout differs, and is an error if there is no
+answer."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def text_of(answer: Answer) -> str:
 
 
 def text_of_error(message: str) -> str:
-    """Where there is no answer."""
+    """A JUnit file with an error, if there is no answer."""
     suite = junit.suite_of(_COMMAND, 1, 0, 1)
     lines = visible(message)
     Xml.SubElement(junit.case_in(suite, _COMMAND, "parity"), "error", message=lines.partition("\n")[0]).text = lines

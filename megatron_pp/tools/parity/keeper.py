@@ -1,12 +1,13 @@
-"""Work that runs somebody's script, in processes of its own.
+"""Runs work that executes a user's script in processes of its own.
 
-A script may exit while it is imported, hang, end its process, or leave processes behind. So this process forks a
-keeper, which imports nothing, and the keeper forks the process that works:
+A script may exit while it is imported, hang, end its process, or leave processes behind. So the command forks a keeper,
+which imports nothing, and the keeper forks the worker:
 
-    command  ->  keeper  ->  worker  ->  ranks  ->  whatever the script starts
+    command  ->  keeper  ->  worker  ->  ranks  ->  processes of the script
 
-The keeper passes the worker's answer on, and says in words how the worker ended where there is no answer. It ends
-everything below it, and removes the folder of files: also when the command is ended by a signal, or killed.
+The keeper passes the worker's answer to the command. If there is no answer, it reports how the worker ended. It ends
+all
+processes below it and removes the folder of files, also if the command is ended by a signal or killed.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from megatron_pp.tools.parity.ends import RunError, ended_in_words
 from megatron_pp.tools.parity.process_tree import adopt_orphans, end_with_parent, kill_descendants, leave
 
 Result = TypeVar("Result")
-_READY = b"\n"  # the worker is prepared: from now on each of its runs has a deadline of its own
+_READY = b"\n"  # the worker's message that it is prepared; after it, each run has its own deadline
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """What the worker gets: a folder for its files, and what it calls when the script has been imported."""
+    """The worker's folder for files, and a function that it calls when the script's imports are done."""
 
     folder: Path
     prepared: Callable[[], None]
@@ -43,18 +44,18 @@ class Workplace:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """``value``: the result; None where there is ``error``, an exception with its attributes."""
+    """The worker's result in ``value``, or its exception in ``error``."""
 
     value: Any = None
     error: Exception | None = None
 
 
 def work_apart(work: Callable[[Workplace], Result], deadline: float, what: str) -> Result:
-    """``work(workplace)`` in a process of its own. ``deadline``: seconds until it calls ``prepared``; ``what``: what it
-    does until then, for the error.
+    """The result of ``work(workplace)``, run in a process of its own. It must call ``prepared`` within ``deadline``
+    seconds; ``what`` describes this part of the work in the error.
 
-    Raises RunError where it ends without a result or misses the deadline, and the MegatronPPError, ImportError or
-    OSError that it raised. SIGTERM ends this process after everything has been ended and removed.
+    Raises RunError if the work ends without a result, misses the deadline, or raises MegatronPPError or OSError; an
+    ImportError is raised as such. SIGTERM ends this process after all processes are ended and files are removed.
     """
     reading, writing = os.pipe()
     keeper = os.fork()
@@ -77,7 +78,7 @@ def work_apart(work: Callable[[Workplace], Result], deadline: float, what: str) 
 
 
 def _end(keeper: int) -> None:
-    """By SIGTERM, so that it cleans up, where it is still there."""
+    """Ends the keeper by SIGTERM, so that it cleans up, if it still runs."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(keeper, signal.SIGTERM)
     with contextlib.suppress(ChildProcessError):
@@ -86,7 +87,7 @@ def _end(keeper: int) -> None:
 
 @contextlib.contextmanager
 def _ending_by_sigterm(keeper: int) -> Iterator[None]:
-    """SIGTERM ends the keeper, which cleans up, and then this process, as if nothing had been in between."""
+    """A context in which SIGTERM first ends the keeper, which cleans up, and then this process."""
 
     def end(number: int, frame: FrameType | None) -> None:
         _end(keeper)
@@ -105,11 +106,11 @@ def _ending_by_sigterm(keeper: int) -> Iterator[None]:
 
 
 def _keep(work: Callable[[Workplace], Any], deadline: float, what: str, answers: int) -> None:
-    """The keeper's life."""
+    """The main function of the keeper."""
     folder, worker = "", 0
     try:
         signal.signal(signal.SIGTERM, _interrupt)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the command gets it too, and ends this process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the command, too, which ends this process
         end_with_parent(signal.SIGTERM)
         adopt_orphans()
         folder = tempfile.mkdtemp(prefix="megatron_pp_parity")
@@ -134,7 +135,7 @@ def _keep(work: Callable[[Workplace], Any], deadline: float, what: str, answers:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """The command wants no answer any more, or is no more."""
+    """Ends the keeper's work: the command does not need the answer any more, or has ended."""
     raise KeyboardInterrupt
 
 
@@ -164,15 +165,15 @@ def _wait(worker: int, messages: int, folder: Path, deadline: float, what: str) 
 
 
 def _work(work: Callable[[Workplace], Any], folder: Path, messages: int) -> None:
-    """The worker's life. The file of its outcome is there at once and whole, or not at all."""
+    """The main function of the worker. The file of its outcome appears complete, or not at all."""
     worker = os.getpid()
     try:
         end_with_parent()
         adopt_orphans()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.dup2(2, 1)  # standard output is the answer's alone
+        os.dup2(2, 1)  # only the answer goes to standard output
         outcome = _outcome_of(work, Workplace(folder, lambda: _tell(messages)))
-        if os.getpid() == worker:  # no process that the script forked, which has come back here
+        if os.getpid() == worker:  # not a process that the script forked and that returned here
             (folder / "outcome.part").write_bytes(pickle.dumps(outcome))
             (folder / "outcome.part").rename(folder / "outcome")
     except BaseException:

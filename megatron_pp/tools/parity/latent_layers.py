@@ -1,8 +1,8 @@
 """Multi-latent attention on the CPU, built as with Transformer Engine. Part of the CPU stand-in.
 
-Megatron's plain layers build it in another way, in which two gradients are wrong under tensor parallelism
-(`known_faults.toml`: the shared rotary key under sequence parallelism, the norm of queries without it). A comparison of
-a job with Transformer Engine must not have these faults, and must have the one that both ways share.
+Megatron's plain layers build it differently, and two of their gradients are wrong under tensor parallelism
+(`known_faults.toml`: the shared rotary key under sequence parallelism, the norm of queries without it). The comparison
+of a job with Transformer Engine must not show these faults, but must show the fault that both implementations have.
 
 | of the attention                  | plain layers              | Transformer Engine, and here            |
 | --------------------------------- | ------------------------- | --------------------------------------- |
@@ -25,7 +25,7 @@ _NORMS = {"q_layernorm": "linear_q_up_proj", "kv_layernorm": "linear_kv_up_proj"
 
 
 class Alone:
-    """A tensor-parallel group of this rank alone. Megatron's layers communicate nothing in it."""
+    """A tensor-parallel group that has only this rank. Megatron's layers send nothing in it."""
 
     def size(self) -> int:
         return 1
@@ -35,17 +35,18 @@ class Alone:
 
 
 def complete_latent_attention() -> None:
-    """Call it once. Layers that are there already stay as they are."""
+    """Changes how Megatron builds multi-latent attention. Call it once; existing layers do not change."""
     from megatron.core.transformer import multi_latent_attention
 
-    vars(multi_latent_attention)["TELinear"] = duplicated_linear()  # the attention asks for layers of this class
+    vars(multi_latent_attention)["TELinear"] = duplicated_linear()  # the attention checks its layers for this class
     wrap(multi_latent_attention.MLASelfAttention, "__init__", _built_as_with_transformer_engine)
 
 
 @functools.cache
 def duplicated_linear() -> Any:
-    """The class for `TELinear` with `parallel_mode="duplicated"`. It is Megatron's plain layer in a group of one rank,
-    so that its weight gradient can be split as that of the others."""
+    """The class that replaces `TELinear` with `parallel_mode="duplicated"`. It is Megatron's plain layer in a group of
+    one
+    rank, so that its weight gradient can be split like that of other layers."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -59,13 +60,13 @@ def duplicated_linear() -> Any:
             self.weight.tensor_model_parallel = False
             self.weight.sequence_parallel = config.sequence_parallel
             tracker = random.get_cuda_rng_tracker()
-            if config.perform_initialization and tracker.is_initialized():  # as on the other tensor-parallel ranks
+            if config.perform_initialization and tracker.is_initialized():  # equal on all tensor-parallel ranks
                 with tracker.fork(random.get_data_parallel_rng_tracker_name()), torch.no_grad():
                     init(self.weight)
 
         def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
             groups: dict[str, Any] = {}
-            if "dp_cp_group" in (metadata or {}):  # newer releases take the groups
+            if "dp_cp_group" in (metadata or {}):  # newer releases need the groups
                 tp_group = parallel_state.get_tensor_model_parallel_group()
                 groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
             values = self.state_dict(prefix="", keep_vars=True)
@@ -79,13 +80,15 @@ def _built_as_with_transformer_engine(
 ) -> None:
     own = dataclasses.replace(submodules, **dict.fromkeys(_DOWN, duplicated_linear()))
     original(self, config, own, *args, **kwargs)
-    if getattr(config, "experimental_attention_variant", None) != "dsa":  # sparse attention needs its norms apart
+    if getattr(config, "experimental_attention_variant", None) != "dsa":  # sparse attention needs separate norms
         for name, projection in _NORMS.items():
             _hand_over(self, name, getattr(self, projection, None))
 
 
 def _hand_over(attention: Any, name: str, projection: Any) -> None:
-    """The norm is a part of the projection by the names of its parameters; the attention still calls it."""
+    """Makes the norm a submodule of the projection, so that its parameters have the projection's name. The attention
+    still
+    calls it."""
     norm = attention._modules.get(name)
     if projection is not None and norm is not None and any(True for _ in norm.parameters()):
         projection.layer_norm = attention._modules.pop(name)

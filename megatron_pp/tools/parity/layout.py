@@ -1,4 +1,5 @@
-"""What of a script's flags is the parallel layout: read, taken away for one process, and switched off part by part."""
+"""The parallel layout in a script's flags: reads it, removes it for one process, and switches off single parts of
+it."""
 
 from __future__ import annotations
 
@@ -64,8 +65,9 @@ _SIZES = {"CP": CP, "TP": TP, "PP": PP, "EP": EP, "ETP": ETP}
 
 @dataclass(frozen=True)
 class Layout:
-    """A run to be compared with one process: the script's flags, the number of processes, the masks of its data, and
-    one of CHECKPOINTS where training is resumed from one."""
+    """A run that is compared with one process: the script's flags, the number of processes, the masks of its data, and
+    one
+    of CHECKPOINTS if training uses a checkpoint."""
 
     flags: Flags
     world: int
@@ -73,7 +75,7 @@ class Layout:
     checkpoint: str = ""
 
     def size(self, name: str) -> int:
-        """Ranks of "TP", "PP", "CP", "EP", "ETP" or "DP", or model chunks per rank ("VPP")."""
+        """The number of ranks of "TP", "PP", "CP", "EP", "ETP" or "DP", or of model chunks per rank ("VPP")."""
         if name == "DP":
             return self.world // (self.size("TP") * self.size("PP") * self.size("CP"))
         if name == "VPP":
@@ -81,7 +83,7 @@ class Layout:
         return self.flags.number(_SIZES[name], self.flags.number(TP, 1) if name == "ETP" else 1)
 
     def parts(self) -> list[str]:
-        """Those of SWITCHES that this layout has."""
+        """The parts in SWITCHES that this layout has."""
         sizes = [name for name in ("CP", "TP", "PP", "VPP", "EP", "DP") if self.size(name) > 1]
         sizes += ["ETP"] if ETP in self.flags and self.size("ETP") != self.size("TP") else []
         rest = [name for name, own in SWITCHES.items() if name not in (*_SIZES, "VPP", "DP") and self.flags.having(own)]
@@ -91,7 +93,7 @@ class Layout:
         return sizes + rest
 
     def without(self, part: str) -> Layout:
-        """The same without this part; the number of processes follows."""
+        """The layout without this part, with as many processes as it then needs."""
         flags = self.flags.without(*SWITCHES[part])
         if part == "uneven masks":
             return replace(self, uneven_masks=False)
@@ -111,7 +113,7 @@ class Layout:
         return replace(self, flags=flags).resized(dp)
 
     def halved(self, part: str) -> Layout | None:
-        """The same with half of the ranks of this part, where it has more than two."""
+        """The layout with half of the ranks of this part; None if it has fewer than 4 or cannot be halved."""
         size = self.size(part) if part in (*_SIZES, "DP") else 0
         if size < 4 or size % 2:
             return None
@@ -127,26 +129,26 @@ class Layout:
         return replace(self, flags=flags).resized(self.size("DP"))
 
     def resized(self, dp: int) -> Layout:
-        """With the fewest processes that have ``dp`` data-parallel ranks, more where experts need them."""
+        """The layout with the fewest processes that have ``dp`` data-parallel ranks; more if experts need them."""
         dense = self.size("TP") * self.size("PP") * self.size("CP") * dp
         experts = self.size("EP") * self.size("ETP") * self.size("PP") if "--num-experts" in self.flags else 1
         return replace(self, world=math.lcm(dense, experts))
 
     def alone(self) -> Layout:
-        """One process that computes the same; it saves a checkpoint where this layout has one."""
+        """The layout of one process that computes the same. It saves a checkpoint if this layout has one."""
         layout = self
         for part in ("CP", "PP", "EP", "ETP", "distributed optimizer", "overlapped reduction", "recomputation"):
             layout = replace(layout, flags=layout.flags.without(*SWITCHES[part]))
         flags = layout.flags.without(*_SHARED_EXPERTS, *SWITCHES["TP"])
         if HYBRID in flags:
             flags = flags.set(HYBRID, _with_stages(flags.text(HYBRID), 1))
-        if self.checkpoint and SHARDED_OPTIMIZER in self.flags:  # its checkpoints are unlike those of others
+        if self.checkpoint and SHARDED_OPTIMIZER in self.flags:  # its checkpoints differ from those of other optimizers
             flags = flags.set(SHARDED_OPTIMIZER, True)
         written = SAVE if self.checkpoint else ""
         return Layout(_same_vocabulary(flags, self.size("TP")), 1, self.uneven_masks, written)
 
     def label(self) -> str:
-        """Such as "TP 2, DP 2, MTP"."""
+        """The layout in words, such as "TP 2, DP 2, MTP"."""
         sized = (*_SIZES, "VPP", "DP")
         words = {part: f"{part} {self.size(part)}" for part in sized} | {
             "checkpoint": f"checkpoint ({self.checkpoint})"
@@ -155,14 +157,15 @@ class Layout:
 
 
 def stages_of(text: str) -> list[str]:
-    """Letters of each stage of Megatron's text: E embedding, t layer, m further token, L loss; ``*n`` repeats."""
+    """The letters of each stage in Megatron's text: E embedding, t layer, m multi-token prediction, L loss. ``*n``
+    repeats."""
     text = re.sub(r"[\s,]", "", text)
     text = re.sub(r"\(([^()]*)\)\*(\d+)", lambda found: found[1] * int(found[2]), text)
     return re.sub(r"([A-Za-z|])\*(\d+)", lambda found: found[1] * int(found[2]), text).split("|")
 
 
 def _with_stages(pattern: str, stages: int) -> str:
-    """A pattern of hybrid layers with fewer stages, where it says what they are."""
+    """The pattern of hybrid layers with fewer stages, if it names stages."""
     found = HybridPattern.read(pattern)
     if found.names_stages:
         each = len(found.stages) // stages
@@ -173,14 +176,16 @@ def _with_stages(pattern: str, stages: int) -> str:
 
 
 def fewest_processes(flags: Flags) -> int:
-    """What the layout needs: two data-parallel ranks where a flag is about them."""
+    """The fewest processes that the layout needs. If a flag is about data parallelism, it has two data-parallel
+    ranks."""
     whole = Layout(flags, 1).resized(1)
     shared = flags.having((*_OF_OPTIMIZERS, *_OVERLAPPED))
     return whole.world * 2 if shared and whole.size("DP") == 1 else whole.world
 
 
 def _same_vocabulary(flags: Flags, factor: int) -> Flags:
-    """Megatron pads the vocabulary to a multiple of this flag times the tensor-parallel ranks."""
+    """The flags with a vocabulary of the same padded size. Megatron pads it to a multiple of the flag times the
+    tensor-parallel ranks."""
     return flags.set(VOCABULARY, flags.number(VOCABULARY, 128) * factor) if VOCABULARY in flags else flags
 
 

@@ -1,4 +1,4 @@
-"""The line that Megatron's training loop logs after a step, read back into numbers."""
+"""Reads the numbers in the line that Megatron's training loop logs after a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_TIME = ("elapsed", "throughput", "energy", "power", "tokens/s", "tokens per 
 
 @dataclass(frozen=True)
 class Logged:
-    """A number as it is logged; ``resolution``: one unit of its last digit."""
+    """A logged number. ``resolution`` is one unit of its last digit."""
 
     name: str
     value: float
@@ -21,15 +21,15 @@ class Logged:
 
 
 def numbers_of(line: str) -> Iterator[Logged]:
-    """Of one line such as "iteration 1/ 9 | lm loss: 4.85E+00 |", without times."""
+    """The numbers in a line such as "iteration 1/ 9 | lm loss: 4.85E+00 |", except times."""
     for name, text in _FIELD.findall(line):
         if not any(word in name.lower() for word in _OF_TIME):
             yield Logged(name.strip(), float(text), _resolution(text))
 
 
 def why_stale(name: str, chunks: Iterable[Any]) -> str:
-    """Why a number cannot be compared, as it is of parameters from before the step; "" where it can. With bf16, which
-    runs here in float32, Megatron takes the optimizer's own values."""
+    """The reason if a number cannot be compared because it is about the parameters before the step; "" if it can be
+    compared. With bf16, which runs here in float32, Megatron uses the optimizer's own values."""
     gathers = any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in chunks)
     if name != "params norm" or not gathers:
         return ""

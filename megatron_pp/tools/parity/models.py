@@ -1,4 +1,4 @@
-"""A library user's own model under a schedule of this engine, compared with another layout, or with one process.
+"""Compares a user's own model under a schedule of this engine with one process, or with another layout.
 
 def test_my_model():
     microbatches = [(torch.randn(4, 16), torch.randn(4, 16)) for _ in range(8)]
@@ -30,8 +30,8 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Pipeline:
-    """``pp`` ranks with ``vp`` model chunks each; ``fields`` are those of the config, such as ``pipeline_schedule``.
-    One rank with one chunk runs without a schedule: microbatch after microbatch, as autograd does."""
+    """A pipeline of ``pp`` ranks with ``vp`` model chunks each. ``fields`` are fields of the config, such as
+    ``pipeline_schedule``. One rank with one chunk runs without a schedule, microbatch by microbatch."""
 
     def __init__(self, pp: int = 1, vp: int = 1, **fields: Any) -> None:
         self.pp, self.vp, self.fields = pp, vp, fields
@@ -46,16 +46,18 @@ def compare(
     loss: Loss = nn.functional.mse_loss,
     deadline: float = 120.0,
 ) -> Comparison:
-    """Losses and gradients of one step under ``layout`` beside those under ``reference``, by default one process.
+    """Compares losses and gradients of one step under ``layout`` with those under ``reference``, by default one
+    process.
 
-    make_model   the whole model, the same in every process: its random numbers begin with the same seed. Its layers go
-                 to stages in order, as evenly as they can
-    batch        (inputs, target) of each microbatch; `float32` becomes `float64` in the run that tells faults from
-                 rounding
-    loss         of (output of the model, target): a scalar; losses of microbatches are averaged
-    deadline     seconds for each run, whose ranks are processes that are forked from this one
+    make_model   makes the whole model, with the same random seed in each process. Its layers are divided among stages
+                 in
+                 order, as evenly as possible
+    batch        (inputs, target) of each microbatch. A run in `float64` separates faults from rounding; it converts
+                 `float32` to `float64`
+    loss         function of (output of the model, target); returns a scalar. Losses of microbatches are averaged
+    deadline     seconds for each run. The ranks of a run are processes that are forked from this process
 
-    Raises RunError where a rank fails, ScheduleInputError where there are fewer layers than stages.
+    Raises RunError if a rank fails, and ScheduleInputError if there are fewer layers than stages.
     """
     reference = Pipeline() if reference is None else reference
     layers, stages = len(make_model()), max(one.pp * one.vp for one in (layout, reference))
@@ -80,12 +82,12 @@ def compare(
 
 
 def assert_equal(found: Comparison) -> None:
-    """For tests. Raises AssertionError where a loss or a gradient is not equal to the last bit."""
+    """Raises AssertionError if a loss or a gradient is not equal to the last bit. For tests."""
     assert found.verdict == EQUAL, _words(found)
 
 
 def assert_within_rounding(found: Comparison) -> None:
-    """For tests. Raises AssertionError where numbers differ by more than sums in another order do."""
+    """Raises AssertionError if numbers differ by more than sums in another order would. For tests."""
     assert found.verdict != DIFFERENT, _words(found)
 
 
@@ -102,7 +104,7 @@ def _step(
     dtype: torch.dtype,
     rank: int,
 ) -> Record:
-    """One step on this rank, with all names of the whole model."""
+    """Runs one step on this rank. The record has the names of the whole model."""
     torch.set_num_threads(1)
     torch.manual_seed(1234)
     model = make_model().to(dtype)
@@ -177,7 +179,7 @@ def _with_schedule(
 
 
 def _whole(records: list[Record]) -> Record:
-    """Of all ranks together, in the order of one process: losses, then gradients."""
+    """The records of all ranks as one, in the order of one process: losses, then gradients."""
     values = {key: value for record in records for key, value in record.values.items()}
     ordered = sorted(values, key=lambda key: (key.kind != LOSS, key.microbatch))
     return Record(records[0].place, values={key: values[key] for key in ordered})

@@ -1,4 +1,4 @@
-"""Whose gradients a wrong gradient norm leaves out, or counts more than once."""
+"""Finds the parameters whose gradients a wrong gradient norm leaves out or counts more than once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ _CLOSE = 1e-3
 
 
 def concerned(key: Key, reported: float, records: list[Record], exact: Record) -> list[str]:
-    """Parameters whose squares explain how far ``reported`` is from the norm ``key`` in one process: alike in all
-    layers, and all of their elements, or those of all ranks but the first of a tensor-parallel group. Empty: none do.
+    """The parameters whose squares explain the difference of ``reported`` from the norm ``key`` of one process.
+
+    They are the same parameters in all layers, with all their elements, or with the elements of all tensor-parallel
+    ranks
+    but the first. The list is empty if no parameters explain the difference.
     """
     off = abs(reported**2 - float(exact.values[key].data) ** 2)
     whole, behind = _squares(key.step, records, exact)
@@ -29,7 +32,8 @@ def concerned(key: Key, reported: float, records: list[Record], exact: Record) -
 
 
 def _squares(step: int, records: list[Record], exact: Record) -> tuple[dict[str, float], dict[str, float]]:
-    """By kind of parameter: the squares of all elements, and of those behind the first tensor-parallel rank."""
+    """By kind of parameter: the sum of squares of all elements, and of the elements that are not on the first
+    tensor-parallel rank."""
     whole: dict[str, float] = {}
     behind: dict[str, float] = {}
     for key, value in exact.values.items():

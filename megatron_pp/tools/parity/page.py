@@ -11,7 +11,7 @@ from megatron_pp.tools.parity.answer import Answer
 from megatron_pp.tools.parity.comparison import Comparison, Difference
 from megatron_pp.tools.parity.recorder import BUFFER, LOGGED, PARAMETER, is_state
 
-_REDS = ((244, 192), (184, 32), (168, 14))  # red, green, blue: of a small error, and of a large one
+_REDS = ((244, 192), (184, 32), (168, 14))  # red, green and blue, each for a small error and for a large error
 _CELL, _LEFT, _TOP = 34, 210, 46
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><meta charset="utf-8"><title>megatron-pp parity</title>
@@ -29,7 +29,9 @@ def text_of(answer: Answer) -> str:
 
 
 def picture_of(answer: Answer) -> str:
-    """The map as SVG. A cell is as red as the error of its layer on its rank is beyond rounding; green: within."""
+    """The map as SVG. A cell is green if the error of its layer on its rank is within rounding; otherwise it is redder
+    for
+    larger errors."""
     worst = _worst(_causes(answer.comparison))
     layers = list(dict.fromkeys(layer for layer, _ in worst))
     ranks = range(max((rank for _, rank in worst), default=-1) + 1)
@@ -51,7 +53,8 @@ def picture_of(answer: Answer) -> str:
 
 
 def _causes(comparison: Comparison) -> list[Difference]:
-    """The first step that differs; values after it only where nothing before them is wrong."""
+    """The differences of the first step that differs. Values after the gradients are included only if all gradients are
+    right."""
     first = comparison.first
     step, after = (first.key.step, _after_gradients(first.key.kind)) if first else (0, False)
     return [
@@ -64,7 +67,7 @@ def _after_gradients(kind: str) -> bool:
 
 
 def _worst(differences: list[Difference]) -> dict[tuple[str, int], float]:
-    """(layer, rank) -> the largest error over what is allowed."""
+    """(layer, rank) -> the largest error, divided by the allowed error."""
     worst: dict[tuple[str, int], float] = {}
     for one in differences:
         place = (_layer(one.key.name), one.rank)

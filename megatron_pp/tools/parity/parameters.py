@@ -1,4 +1,4 @@
-"""Parameters by their names in the whole model: values made from the name, and the part of it that a rank holds."""
+"""Parameters by their names in the whole model: their made-up values, and the part of a parameter that a rank has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Indices = dict[int, np.ndarray]
 
 @dataclass(frozen=True)
 class Place:
-    """This rank's numbers in the groups of Megatron-core's parallel state, and their sizes."""
+    """This rank's number in each group of Megatron-core's parallel state, and the sizes of the groups."""
 
     rank: dict[str, int]
     size: dict[str, int]
@@ -43,7 +43,7 @@ class Place:
 
 
 def global_name(path: str, modules: dict[str, Any], place: Place) -> str:
-    """A path within a model chunk as it is in the whole model, with layers and experts numbered from 0."""
+    """The name in the whole model of a path within a model chunk. Layers and experts are numbered from 0."""
 
     def layer(found: re.Match[str]) -> str:
         number = getattr(modules.get(path[: found.end()]), "layer_number", None)
@@ -62,8 +62,8 @@ def global_name(path: str, modules: dict[str, Any], place: Place) -> str:
 
 
 def named_parameters(chunk: Any, place: Place) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(name in the whole model, parameter). An output layer tied to the embedding has the embedding's name, unless its
-    stage has a copy of the embedding too, to predict further tokens.
+    """(name in the whole model, parameter) of each parameter. An output layer that is tied to the embedding has the
+    embedding's name, unless its stage also has a copy of the embedding for multi-token prediction.
     """
     model = unwrapped(chunk)
     modules = dict(model.named_modules())
@@ -75,8 +75,8 @@ def named_parameters(chunk: Any, place: Place) -> Iterator[tuple[str, torch.nn.P
 
 
 def made_values(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """float32 values for the whole parameter that depend on its name: what Megatron initialises to zeros and ones would
-    hide faults. Of unit size over the inputs, so that every branch of the model counts.
+    """float32 values for the whole parameter, which depend on its name. Zeros and ones, as Megatron initialises some
+    parameters, would hide faults. Outputs have unit size, so that every branch of the model counts.
     """
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
     noise = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
@@ -93,8 +93,9 @@ def indices_of(
     place: Place,
     sizes: Sequence[int] | None = None,
 ) -> Indices:
-    """Which part of the whole parameter this rank has, from the two shapes. ``sizes``: of the parts of its first
-    dimension here, each of which is divided among ranks by itself. Raises ValueError where they do not fit."""
+    """The part of the whole parameter that this rank has, from both shapes. ``sizes`` are the sizes of parts of its
+    first
+    dimension on this rank; each part is divided among ranks separately. Raises ValueError if the shapes do not fit."""
     kind = "ETP" if ".experts." in name else "TP"
     if len(local) != len(whole):
         raise ValueError(f"{name}: of shape {local} here and {whole} in one process")
@@ -125,7 +126,7 @@ def part_of(whole: np.ndarray, indices: Indices) -> np.ndarray:
 
 
 def own_range(chunk: Any, parameter: torch.nn.Parameter) -> tuple[int, int] | None:
-    """Elements of the flat gradient that this rank holds after a reduce-scatter; None: all of them."""
+    """The range of the flat gradient that this rank has after a reduce-scatter; None if it has the whole gradient."""
     for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())):
         if parameter not in getattr(buffer, "param_index_map", {}):
             continue

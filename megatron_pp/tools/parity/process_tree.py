@@ -1,4 +1,4 @@
-"""The processes that a process has started, at any depth, and an end to all of them (on Linux; elsewhere none)."""
+"""Finds and ends the processes that a process has started, at any depth. Only on Linux; elsewhere it finds none."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _ON_LINUX = sys.platform == "linux"
-_PATIENCE = 10.0  # seconds that the kernel is given to end what has been killed
+_PATIENCE = 10.0  # seconds to wait until killed processes have ended
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, with what it has printed; nothing that the script has registered runs."""
+    """Ends this process at once, after flushing its output. Exit functions of the script do not run."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -26,14 +26,15 @@ def leave(code: int) -> NoReturn:
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel (Linux) send this signal to this process when the one that forked it has ended, however that was:
-    gloo's threads keep a core busy in ranks that nobody waits for."""
+    """Makes the kernel (Linux) send this signal to this process when its parent has ended for any reason. Otherwise
+    gloo's
+    threads would keep a core busy in orphaned ranks."""
     if _ON_LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 def adopt_orphans() -> None:
-    """Processes below this one whose parent ends become children of this one (Linux), and so stay `descendants`."""
+    """Makes this process the new parent of descendants whose parent ends (Linux), so that they stay `descendants`."""
     if _ON_LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -47,7 +48,7 @@ def adopts_orphans() -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids below ``pid``, parents before their children."""
+    """The process ids of all descendants of ``pid``, parents before their children."""
     children: dict[int, list[int]] = {}
     for process, parent in _parents():
         children.setdefault(parent, []).append(process)
@@ -60,8 +61,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_descendants(pid: int, spared: Collection[int] = ()) -> None:
-    """Kill every process below ``pid`` but those ``spared``, and reap those that are this process's own children. One
-    that is forked meanwhile is killed too."""
+    """Kills all descendants of ``pid`` except ``spared``, and reaps those that are children of this process. Processes
+    that
+    are forked meanwhile are killed, too."""
     end = time.monotonic() + _PATIENCE
     while time.monotonic() < end:
         living = [process for process in descendants(pid) if process not in spared]
@@ -72,12 +74,12 @@ def kill_descendants(pid: int, spared: Collection[int] = ()) -> None:
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.005)
         for process in living:
-            with contextlib.suppress(ChildProcessError):  # of another process, or already reaped
+            with contextlib.suppress(ChildProcessError):  # a child of another process, or already reaped
                 os.waitpid(process, os.WNOHANG)
 
 
 def _parents() -> list[tuple[int, int]]:
-    """(process, its parent) of every process that has not ended, or has ended and waits for its parent."""
+    """(process, its parent) of every process, including zombies."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat") if _ON_LINUX else ():
         with contextlib.suppress(OSError, ValueError, IndexError):

@@ -1,7 +1,7 @@
-"""Ranks of a run as processes that are forked from this one, which has imported what they need; with a deadline.
+"""Runs ranks as processes that are forked from this process, which has done their imports, with a deadline.
 
-What a rank has started ends with it. What it has started and lost, such as a process whose parent has ended, ends with
-the run where this process adopts orphans (`process_tree.adopt_orphans`).
+Processes that a rank has started end with the rank. Orphans of a rank, whose parent has ended, end with the run if this
+process adopts orphans (`process_tree.adopt_orphans`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Result = TypeVar("Result")
 
 
 def run_ranks(body: Callable[[int], Result], world: int, folder: Path, deadline: float) -> list[Result]:
-    """Call ``body(rank)`` in ``world`` processes that torch.distributed can join, and return what the calls returned.
-    Output and results go through files in ``folder``, which is this process's own. Raises RunError with the error of
-    the first rank that failed; no process is left.
+    """Calls ``body(rank)`` in ``world`` processes that torch.distributed can join, and returns the results. Output and
+    results go through files in ``folder``, which no other run may use. Raises RunError with the error of the first rank
+    that failed. No process is left.
     """
     context = get_context("fork")
     kept = _free_port()
@@ -54,7 +54,7 @@ def run_ranks(body: Callable[[int], Result], world: int, folder: Path, deadline:
 
 
 def _wait_for(processes: Sequence[BaseProcess], folder: Path, end: float, deadline: float) -> None:
-    """Until all have ended well. Raises RunError as soon as one has not."""
+    """Waits until all processes have ended without an error. Raises RunError as soon as one fails."""
     waiting = list(processes)
     while waiting:
         ready = wait([process.sentinel for process in waiting], timeout=max(0.0, end - time.monotonic()))
@@ -69,7 +69,7 @@ def _wait_for(processes: Sequence[BaseProcess], folder: Path, end: float, deadli
 
 
 def _check(rank: int, process: BaseProcess, folder: Path) -> None:
-    """Raises RunError where a rank that has ended has no result, in its own words where it has left some."""
+    """Raises RunError if an ended rank has no result. The error has the rank's own message, if it has written one."""
     words = folder / f"rank{rank}.error"
     if words.exists():
         raise RunError(f"rank {rank} failed: {words.read_text(errors='replace')}")
@@ -80,8 +80,9 @@ def _check(rank: int, process: BaseProcess, folder: Path) -> None:
 
 
 def _end(processes: Sequence[BaseProcess], before: set[int]) -> None:
-    """Kill the ranks that are left, and what is below them. Where this process adopts orphans, what is below it now and
-    was not ``before`` is what ranks have left behind; elsewhere other threads may have started it."""
+    """Kills the remaining ranks and their descendants. If this process adopts orphans, it also kills its descendants
+    that
+    are not in ``before``: ranks have left them. Otherwise other threads may have started them."""
     for process in processes:
         if process.pid is not None and process.is_alive():
             kill_descendants(process.pid)
@@ -95,11 +96,12 @@ def _end(processes: Sequence[BaseProcess], before: set[int]) -> None:
 
 def _rank(body: Callable[[int], object], rank: int, world: int, port: int, folder: Path) -> None:
     process = os.getpid()
-    # A collection would end what the parent has left, such as a process group in a reference cycle: the destructor of
-    # one of gloo's waits for threads that a forked process does not have.
+    # A garbage collection would destroy objects of the parent, such as a process group in a reference cycle. The
+    # destructor
+    # of a gloo group waits for threads that a forked process does not have.
     gc.freeze()
     end_with_parent()
-    os.register_at_fork(after_in_child=end_with_parent)  # of processes that save checkpoints
+    os.register_at_fork(after_in_child=end_with_parent)  # for processes that save checkpoints
     output = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -114,7 +116,7 @@ def _rank(body: Callable[[int], object], rank: int, world: int, port: int, folde
     code = _RAISED
     try:
         result = pickle.dumps(body(rank))
-        if os.getpid() == process:  # else a process that the script forked has come back here
+        if os.getpid() == process:  # otherwise a process that the script forked has returned here
             (folder / f"rank{rank}.result").write_bytes(result)
         code = 0
     except MegatronPPError as error:
@@ -132,7 +134,8 @@ def _rank(body: Callable[[int], object], rank: int, world: int, port: int, folde
 
 
 def _free_port() -> socket.socket:
-    """Bound, so that no connection takes the port meanwhile; torch's store shares the address and listens there."""
+    """A socket that is bound to a free port, so that no connection gets the port. torch's store shares the address and
+    listens there."""
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     kept.bind(("127.0.0.1", 0))

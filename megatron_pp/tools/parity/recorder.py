@@ -1,8 +1,9 @@
-"""What a rank computes in its training steps, written down at Megatron-core's own seams.
+"""Records the values that a rank computes in its training steps, at Megatron-core's own interfaces.
 
-Layers' outputs and their gradients by hooks, the loss of each microbatch around `forward_step_func`, what the schedule
-returns, gradients and the learning rate where the optimizer's step begins, its gradient norm, its state, parameters and
-buffers after it, and what Megatron's training loop logs.
+Hooks record layers' outputs and their gradients. A wrapper of `forward_step_func` records the loss of each microbatch,
+and the schedule's return value is recorded. Gradients and the learning rate are recorded when the optimizer's step
+begins; the gradient norm, the optimizer's state, parameters and buffers after it. Numbers that Megatron's training loop
+logs are recorded, too.
 """
 
 from __future__ import annotations
@@ -38,19 +39,21 @@ from megatron_pp.tools.parity.wrapping import wrap, wrapped
 FORWARD, LOSS, BACKWARD, GRADIENT, NORM, PARAMETER = "forward", "loss", "backward", "gradient", "norm", "parameter"
 ZEROS, RETURNED = "zeros in gradients", "train_step"
 RESTORED, REPORT, SCHEDULE, BUFFER, LOGGED = "restored", "report", "schedule", "buffer", "log"
-_STATE = "optimizer's "  # and the name that torch's optimizer has for it, such as exp_avg
-_BUFFERS = "buffer:"  # before the names of buffers in the file of the whole model's values
+_STATE = "optimizer's "  # followed by the name of the state in torch's optimizer, such as exp_avg
+_BUFFERS = "buffer:"  # prefix of the names of buffers in the file of the whole model's values
 TRAINING_LOOP = "megatron.training.training"
 
 
 def is_state(kind: str) -> bool:
-    """Whether a kind is that of an optimizer's state."""
+    """Whether a kind is a state of the optimizer."""
     return kind.startswith(_STATE)
 
 
 @dataclass(frozen=True)
 class Key:
-    """What is compared: its training step, kind, name and microbatch of the global batch (-1: of the whole step)."""
+    """The identity of a compared value: training step, kind, name, and microbatch of the global batch (-1 for values of
+    the
+    whole step)."""
 
     step: int
     kind: str
@@ -60,35 +63,43 @@ class Key:
 
 @dataclass
 class Value:
-    """Numbers of this rank: a part of a whole tensor, and of that part the flat range that is valid (None: all)."""
+    """The numbers of this rank: a part of a whole tensor. ``valid`` is the flat range of the part that is valid (None:
+    all). ``resolution`` is one unit of the last digit of a printed number."""
 
     data: np.ndarray
     indices: Indices = field(default_factory=dict)
     valid: tuple[int, int] | None = None
     sum_over_context: bool = False
-    resolution: float = 0.0  # of a number that has been printed: one unit of its last digit
+    resolution: float = 0.0
 
 
 @dataclass
 class Record:
-    """What one rank has written down, in the order of time."""
+    """The record of one rank. Values are in the order of time."""
 
     place: Place | None = None
     stage: dict[str, int] = field(default_factory=dict)
     values: dict[Key, Value] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
-    unrepeated: set[str] = field(default_factory=set)  # modules whose recomputation is not their forward
+    unrepeated: set[str] = field(default_factory=set)  # modules whose recomputation does not repeat their forward
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    uncompared: dict[str, str] = field(default_factory=dict)  # what cannot be compared, and why
-    dropout: bool = False  # the model had some, which has been switched off
+    uncompared: dict[str, str] = field(default_factory=dict)  # name -> the reason why it cannot be compared
+    dropout: bool = False  # the model had dropout; it was switched off
 
 
 class Recorder:
-    """Records one script in this process, up to training step ``steps``. ``weights``: the file of the whole model's
-    parameters, written by the run that is alone, read by the others. ``first``: the step that a checkpoint has been
-    restored before; 0: none. ``saved``: the step that a checkpoint is saved before. ``logging``: Megatron's training
-    loop makes the steps, so that the last one ends with its log; else it ends within the optimizer's step, before the
-    script can save anything. ``dropout``: it stays on, for a recomputation that must repeat it."""
+    """Records one script in this process.
+
+    steps    the number of training steps
+    weights  file of the whole model's parameters; the run of one process writes it, the others read it
+    alone    this is the run of one process
+    first    the step before which a checkpoint was restored; 0 if none was
+    saved    the step before which a checkpoint is saved
+    logging  Megatron's training loop makes the steps. The last step then ends with its log. Otherwise it ends within
+             the
+             optimizer's step, before the script can save anything
+    dropout  dropout stays on, for a recomputation that must repeat it
+    """
 
     def __init__(
         self,
@@ -102,8 +113,8 @@ class Recorder:
     ) -> None:
         self.steps, self.weights, self.alone, self.saved = steps, weights, alone, saved
         self.logging, self.dropout = logging, dropout
-        self.totals: dict[str, Any] = {}  # what Megatron's loop adds up between two lines of its log
-        self.stepped = False  # since the last call of a schedule
+        self.totals: dict[str, Any] = {}  # sums of Megatron's loop between two lines of its log
+        self.stepped = False  # the optimizer has made its step since the last call of a schedule
         self.record = Record()
         self.step = self.first = first
         self.current: int | None = None
@@ -111,12 +122,12 @@ class Recorder:
         self.chunks: list[Any] = []
         self.optimizers: list[Any] = []
         self.depth = 0
-        self.forwards: dict[str, list[np.ndarray]] = {}  # of this step, by module
+        self.forwards: dict[str, list[np.ndarray]] = {}  # module -> its outputs in this step
         self.microbatches = self.sequence = 1
         self.whole: dict[str, np.ndarray] = {}
 
     def install(self) -> None:
-        """Put the recorder around the schedules and optimizers of Megatron-core, which has been imported."""
+        """Wraps the schedules and optimizers of Megatron-core, which must be imported already."""
         from megatron.core.optimizer import optimizer as optimizers
         from megatron.core.pipeline_parallel import schedules
 
@@ -140,8 +151,10 @@ class Recorder:
         wrap(training, "training_log", self._log)
 
     def _print(self, original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any) -> Any:
-        """Megatron logs a line on the last rank, which has the losses. The line after the first one of a process also
-        averages what that one has logged: with a checkpoint, processes begin at other steps."""
+        """Records the numbers of a line that Megatron logs on the last rank, which has the losses. The second line of a
+        process also averages over the first. With a checkpoint, processes begin at different steps, so averages are
+        left
+        out."""
         if dist.get_rank() == dist.get_world_size() - 1:
             for one in logs.numbers_of(str(message)):
                 if self.saved and one.name in self.totals:
@@ -176,7 +189,7 @@ class Recorder:
         if kwargs.get("forward_only") or args:
             return original(*args, **kwargs)
         if self.step >= self.steps:
-            raise SystemExit(0)  # the script need not go on
+            raise SystemExit(0)  # all steps are recorded
         model = kwargs["model"]
         self._begin(list(model) if isinstance(model, (list, tuple)) else [model])
         self.microbatches, self.sequence = kwargs["num_microbatches"], kwargs["seq_length"]
@@ -186,7 +199,8 @@ class Recorder:
         return reports
 
     def _reports(self, reports: Any) -> None:
-        """Where each microbatch is whole on one rank: elsewhere it is the script's business what of it is summed."""
+        """Records the schedule's reports, if each microbatch is whole on one rank. Otherwise the script decides which
+        reports it sums."""
         if self.place.size["DP"] * self.place.size["CP"] == 1:
             for number, name, value in states.report_values(reports):
                 self._put(REPORT, name, number, Value(value))
@@ -210,7 +224,7 @@ class Recorder:
         self.forwards.clear()
 
     def _load(self) -> None:
-        """Give the parameters their values, and tell the optimizers."""
+        """Sets the values of the parameters, and reloads them into the optimizers."""
         gated = bool(getattr(self.config, "gated_linear_unit", False))
         if not self.alone:
             with np.load(self.weights) as whole:
@@ -238,7 +252,7 @@ class Recorder:
             optimizer.reload_model_params()
 
     def _load_buffers(self, chunk: Any, index: int) -> None:
-        """Buffers keep the values that the script has given them; only which part of the whole is here is noted."""
+        """Records which part of each buffer is on this rank. Buffers keep the script's values."""
         for name, buffer in states.named_buffers(chunk, self.place):
             self.record.stage[name] = index
             shape = tuple(buffer.shape)
@@ -246,15 +260,16 @@ class Recorder:
                 self.whole[f"{_BUFFERS}{name}"] = np.zeros(shape, bool)
             whole = self.whole.get(f"{_BUFFERS}{name}")
             if whole is None:
-                continue  # of no layer in one process: made by the layout, for itself
+                continue  # no layer has it in one process: the layout made it for itself
             try:
                 self.parts[name] = indices_of(name, shape, whole.shape, False, self.place)
             except ValueError as error:
                 self.record.uncompared[name] = str(error)
 
     def finished(self) -> Record:
-        """The record, when all ranks have theirs; writes the weights of a run that is alone. Raises RunError where the
-        script has made too few steps."""
+        """The record, after all ranks have finished theirs. The run of one process also writes the weights. Raises
+        RunError
+        if the script has made too few steps."""
         if self.step < self.steps:
             raise RunError(self.words("the script ended"))
         if dist.is_initialized():
@@ -264,7 +279,7 @@ class Recorder:
         return self.record
 
     def words(self, ended: str) -> str:
-        """How the script ended, with the number of its steps."""
+        """A sentence about the end of the script, with the number of its steps."""
         return f"{ended} after {self.step - self.first} training steps of {self.steps - self.first}"
 
     def _forward_step(
@@ -281,7 +296,7 @@ class Recorder:
         return output, None if loss_func is None else functools.partial(self._loss, loss_func, microbatch)
 
     def _loss(self, original: Callable[..., Any], microbatch: int, output: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(output, torch.Tensor) and output.dim() < 3:  # no logits
+        if isinstance(output, torch.Tensor) and output.dim() < 3:  # logits have three dimensions
             self._note(LOSS, "loss of each token", microbatch, output, 1)
             self._watch(output, "loss of each token", microbatch, 1)
         result = original(output, *args, **kwargs)
@@ -294,7 +309,8 @@ class Recorder:
     def _hook(self, model: Any) -> None:
         modules = dict(model.named_modules())
         watched = ["self_attention", "mlp"]
-        watched += ["embedding"] if getattr(model, "pre_process", True) else []  # elsewhere, that of further tokens
+        # On other stages the embedding is for multi-token prediction.
+        watched += ["embedding"] if getattr(model, "pre_process", True) else []
         for path, module in modules.items():
             last = path.rpartition(".")[2]
             layer = last.isdigit() and hasattr(module, "layer_number")
@@ -309,12 +325,13 @@ class Recorder:
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
             return
         if self.current is None or Key(self.step, FORWARD, name, self.current) in self.record.values:
-            return  # another call of the same module, as of the embedding for further tokens
+            return  # a second call of the module, as of the embedding for multi-token prediction
         self._note(FORWARD, name, self.current, output, 0)
         self._watch(output, name, self.current, 0)
 
     def _repetition(self, name: str, module: Any, inputs: Any, output: Any) -> None:
-        """A forward within a backward is a recomputation: it repeats one of this step's, random numbers included."""
+        """Checks recomputations: a forward within a backward must repeat a forward of this step, including its random
+        numbers."""
         output = _first(output)
         if not isinstance(output, torch.Tensor):
             return
@@ -327,7 +344,9 @@ class Recorder:
                 self.record.unrepeated.add(name)
 
     def _watch(self, output: torch.Tensor, name: str, microbatch: int, dim: int) -> None:
-        """Note the gradient by ``output``, as one process has it: the mean over microbatches is not yet taken apart."""
+        """Records the gradient of ``output``, scaled as in one process: without the division of the loss for the mean
+        over
+        microbatches."""
         if not output.requires_grad:
             return
         factor = 1.0
@@ -336,7 +355,7 @@ class Recorder:
         output.register_hook(lambda grad: self._note(BACKWARD, name, microbatch, grad * factor, dim))
 
     def _note(self, kind: str, name: str, microbatch: int, tensor: torch.Tensor, dim: int) -> None:
-        """A tensor whose dimension ``dim`` is the sequence."""
+        """Records a tensor. Its dimension ``dim`` is the sequence."""
         place, length = self.place, tensor.shape[dim]
         positions = torch.arange(length)
         if not self.alone:
@@ -367,7 +386,9 @@ class Recorder:
         return result
 
     def _before_plain_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """One of torch's alone: Megatron's call those of torch within their step."""
+        """Records a step of an optimizer of torch. Within a step of Megatron's optimizers, which call those of torch,
+        it
+        records nothing."""
         if not self.depth and self.chunks and not self.stepped:
             self._before_step(optimizer.param_groups)
 
@@ -388,10 +409,10 @@ class Recorder:
         self._parameters(PARAMETER)
         self._buffers(BUFFER, self.step - 1)
         if self.step == self.steps and not self.logging:
-            raise SystemExit(0)  # the script need not go on
+            raise SystemExit(0)  # all steps are recorded
 
     def _state_value(self, name: str, state: torch.Tensor, parameter: torch.nn.Parameter, begin: int) -> Value:
-        """A part of a flat parameter is written into zeros of its shape."""
+        """The value of a state. If the optimizer has only a part of the flat parameter, the rest is zeros."""
         if state.numel() == 1 and parameter.numel() != 1:
             return Value(_array(state.reshape(())))
         if state.numel() == parameter.numel():
@@ -417,12 +438,12 @@ class Recorder:
                     self._put(GRADIENT, name, -1, Value(_array(grad), self.parts[name], own_range(chunk, parameter)))
 
     def _parameters(self, kind: str) -> None:
-        """As they are after a step, or, restored, before the next one."""
+        """Records the parameters after a step, or, for RESTORED, before the next step."""
         step = self.step - (kind == PARAMETER)
         for chunk in self.chunks:
             if kind == PARAMETER and getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
                 if self.step < self.steps:
-                    return  # they are gathered in the next step's forward
+                    return  # parameters are gathered in the next step's forward
                 chunk.start_param_sync(force_sync=True)
             for name, parameter in named_parameters(chunk, self.place):
                 if name in self.parts:

@@ -1,4 +1,4 @@
-"""Which sum of a layout has another order than in one process, where numbers differ by rounding alone."""
+"""Finds the first sum of a layout that has another order than in one process, if numbers differ only by rounding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SUMS = {
 
 
 def first_rounded(found: Comparison, layout: Layout) -> str | None:
-    """The first operation in time that is not equal to the last bit, and why; None where all are."""
+    """The first operation that is not equal to the last bit, and the reason; None if all are equal."""
     first = next((one for one in found.differences if not one.exact), None)
     if first is None:
         return None

@@ -1,4 +1,4 @@
-"""One run of a training script under a layout: its processes, and what they recorded."""
+"""Runs a training script under a layout, and returns the records of its processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MEGATRON, OURS = "megatron", "ours"
 
 @dataclass(frozen=True)
 class Program:
-    """The training script, and how a run of it is made."""
+    """The training script, and the settings of its runs."""
 
     script: str
     module: bool
@@ -39,13 +39,13 @@ class Program:
     deadline: float
     gpu: bool
     load: Any  # megatron_pp.tools.cli.run's load_script or load_module
-    plugin: Any = None  # what installs our engine
-    loop: bool = False  # Megatron's own training loop makes its steps, from data that `batches` replaces
+    plugin: Any = None  # a function that installs this engine
+    loop: bool = False  # Megatron's own training loop makes the steps; `batches` replaces its data
 
 
 @dataclass(frozen=True)
 class _RunOfProgram:
-    """``engine``: None for one process. ``restored``: folder of a checkpoint."""
+    """One run. ``engine`` is None for one process. ``restored`` is the folder of a checkpoint that it restores."""
 
     layout: Layout
     engine: str | None
@@ -55,7 +55,7 @@ class _RunOfProgram:
 
 @dataclass
 class Runs:
-    """Runs of one program, each done once. ``folder`` holds their files."""
+    """The runs of a program. Each run is made only once. ``folder`` is for their files."""
 
     program: Program
     folder: Path
@@ -63,8 +63,9 @@ class Runs:
     notes: list[str] = field(default_factory=list)
 
     def layout(self, layout: Layout, engine: str, dtype: str) -> list[Record]:
-        """The record of each rank, in "float32" or "float64"; of those that restore a checkpoint, where the layout has
-        one. Raises RunError."""
+        """The record of each rank, in "float32" or "float64". If the layout has a checkpoint, they are the records of
+        the
+        run that restores it. Raises RunError."""
         self.alone(layout, dtype)
         if not layout.checkpoint:
             return self._run(_RunOfProgram(layout, engine, dtype))
@@ -77,8 +78,10 @@ class Runs:
         return self._run(replace(whole if layout.checkpoint == SAVE else parts, restored=self._file(writer)))
 
     def alone(self, layout: Layout, dtype: str) -> Record:
-        """Of one process that computes the same as ``layout``. It goes on where others end and begin again; up to the
-        optimizer's next step if its state is not restored."""
+        """The record of one process that computes the same as ``layout``. With a checkpoint, this process continues
+        where
+        other runs end and begin again. If the optimizer's state is not restored, the record ends before its next
+        step."""
         record = self._run(_RunOfProgram(layout.alone(), None, dtype))[0]
         if not layout.checkpoint:
             return record
@@ -89,21 +92,23 @@ class Runs:
         return replace(record, values=values)
 
     def exact(self, layout: Layout) -> Record:
-        """Of one process in float64; in float32 where the script cannot compute in that, which the notes say then."""
+        """The record of one process in float64. If the script cannot compute in float64, the record is in float32, and
+        a
+        note says so."""
         if not self.notes:
             try:
                 return self.alone(layout, "float64")
             except RunError as error:
-                self.alone(layout, "float32")  # it cannot run at all
+                self.alone(layout, "float32")  # raises if the script does not run in float32 either
                 self.notes.append(f"not compared in float64: {str(error).splitlines()[-1].strip()}")
         return self.alone(layout, "float32")
 
     def dropout(self) -> bool:
-        """Whether a model had some, which has been switched off."""
+        """Whether a model had dropout, which was switched off."""
         return any(record.dropout for records in self.done.values() for record in records)
 
     def uncompared(self) -> list[str]:
-        """What was recorded and could not be compared, in words."""
+        """Sentences about recorded values that cannot be compared."""
         found = {name: why for records in self.done.values() for one in records for name, why in one.uncompared.items()}
         return [f"not compared: {why}" for why in found.values()]
 
@@ -133,7 +138,7 @@ def _words(run: _RunOfProgram) -> str:
 
 
 def _train(program: Program, run: _RunOfProgram, weights: str, saved: str) -> Record:
-    """The body of a rank. ``saved``: folder of the checkpoint that it saves, if any."""
+    """Runs the script on one rank. ``saved`` is the folder for a checkpoint that it may save."""
     import torch
 
     from megatron_pp.tools.parity import batches
@@ -151,7 +156,8 @@ def _train(program: Program, run: _RunOfProgram, weights: str, saved: str) -> Re
             first, steps = at, 2 * at
             words += ["--load", run.restored]
         else:
-            steps = 2 * at if alone else at + 1  # it ends within its last step: that has not been saved
+            # A run ends within its last step, before it could save; so it makes one step more than it saves.
+            steps = 2 * at if alone else at + 1
             words += ["--save", saved, "--save-interval", str(at)]
             _write_in_this_process()
     dropout = run.layout.flags.text("--hidden-dropout", "0") not in ("0", "0.0")
@@ -164,13 +170,13 @@ def _train(program: Program, run: _RunOfProgram, weights: str, saved: str) -> Re
 
 
 def _run_script(program: Program, words: list[str], recorder: Recorder) -> None:
-    """Up to the recorder's last step; how the script ends then does not matter. Raises RunError where it exits before,
-    and what it raises."""
+    """Runs the script up to the recorder's last step; its end after that does not matter. Raises RunError if the script
+    exits earlier, and the script's own exception if it raises."""
     process = os.getpid()
     try:
         program.load(program.script, words)()
     except BaseException as error:
-        if os.getpid() != process:  # a process that the script has forked
+        if os.getpid() != process:  # the script forked this process
             raise
         if recorder.step >= recorder.steps:
             return
@@ -180,23 +186,24 @@ def _run_script(program: Program, words: list[str], recorder: Recorder) -> None:
 
 
 def exit_in_words(ended: SystemExit) -> str:
-    """What `sys.exit` was given; a text is what Python prints."""
+    """The end of a script by `sys.exit`, in words."""
     if ended.code is None or isinstance(ended.code, int):
         return f"the script ended with exit code {ended.code or 0}"
     return f"the script ended with exit code 1 ({ended.code})"
 
 
 def _write_in_this_process() -> None:
-    """What writes a checkpoint reports through a queue of a spawned process, which would import the script again, and
-    says how much memory it takes."""
+    """Makes Megatron's writer of checkpoints use a queue of this process. Its own queue needs a spawned process, which
+    would import the script again. Also turns off its reports of memory."""
     writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     writer._results_queue = Queue()
     writer.HAVE_PSUTIL, writer._process_memory = True, lambda: 0
 
 
 def prepare(program: Program) -> None:
-    """Import what the script imports, so that ranks, which are forked, need not; without a GPU, on the CPU stand-in.
-    Raises RunError where Megatron-core is missing."""
+    """Imports the modules that the script imports, so that forked ranks need not import them. Without a GPU, it uses
+    the
+    CPU stand-in. Raises RunError if the script cannot be parsed."""
     sys.path.insert(0, os.getcwd() if program.module else str(Path(program.script).resolve().parent))
     with _quiet_libraries():
         if program.gpu:
@@ -219,7 +226,7 @@ def _import_on_cpu(program: Program) -> None:
 
 @collector_paused()
 def _import_all(program: Program) -> None:
-    """An import that fails is left to the ranks: there it may succeed, or is the script's own error."""
+    """Imports the modules. A failed import is left to the ranks: there it may succeed, or is the script's own error."""
     names = ["megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer"]
     names += ["megatron_pp.integrations.megatron_core", *_imported_names(_file_of(program))]
     process = os.getpid()
@@ -227,23 +234,23 @@ def _import_all(program: Program) -> None:
         try:
             importlib.import_module(name)
         except ImportError:
-            continue  # of what is optional
+            continue  # the module is optional
         except (Exception, SystemExit) as error:
             print(f"parity: importing {name}: {type(error).__name__}: {error}", file=sys.stderr)
         if os.getpid() != process:
-            os._exit(0)  # forked by that module
-    gc.freeze()  # ranks need not look through it either
+            os._exit(0)  # the module forked this process
+    gc.freeze()  # so that ranks do not collect these objects
 
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """What they warn of as they are imported, such as packages that they miss, is not shown between the lines of the
-    command; with ``PYTHONWARNINGS=default`` it is."""
+    """A context that hides warnings of libraries during imports, such as those about missing packages. With
+    ``PYTHONWARNINGS=default`` they are shown."""
     if sys.warnoptions:
         yield
         return
     before = logging.root.manager.disable
-    with warnings.catch_warnings(record=True):  # also where a library sets filters of its own
+    with warnings.catch_warnings(record=True):  # also if a library sets its own filters
         logging.disable(max(before, logging.WARNING))
         try:
             yield
@@ -259,13 +266,14 @@ def _file_of(program: Program) -> str:
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{program.script}.__main__")
     except (Exception, SystemExit):
-        return ""  # the ranks will say what is wrong with it
+        return ""  # the ranks will report the error
     return (spec and spec.origin) or ""
 
 
 def _imported_names(path: str) -> list[str]:
-    """Modules that a script imports at its top, and what it imports of Megatron anywhere: without a GPU only this
-    process can. Raises RunError where it is no Python."""
+    """The modules that a script imports at its top level, and modules of Megatron that it imports anywhere: without a
+    GPU
+    only this process can import them. Raises RunError if the file is not Python."""
     if not path.endswith(".py") and not Path(path).is_file():
         return []
     try:

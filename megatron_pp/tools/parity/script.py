@@ -1,8 +1,8 @@
-"""How a training script reads its flags and makes its steps, and whether it accepts the sizes that it is given.
+"""Finds out how a training script reads its flags and makes its steps, and whether it accepts the given sizes.
 
 The script runs as the first rank of its layout, with process groups that send nothing, up to the first forward of its
-first step: so all checks of its own and of Megatron's run, on the sizes as they are given, before these are made small.
-Under Megatron's training loop parameters have no memory meanwhile, as the sizes may be those of a large model.
+first step. So all checks of the script and of Megatron run on the given sizes, before sizes are made small. Under
+Megatron's training loop, parameters have no memory during this run, because the model may be large.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_pp.tools.parity.recorder import TRAINING_LOOP
 from megatron_pp.tools.parity.wrapping import wrap, wrapped
 
 _MEGATRONS = ("--tensor-model-parallel-size", "--mock-data", "--tokenizer-type", "--transformer-impl", "--eval-iters")
-"""A parser that knows these is Megatron's."""
+"""A parser that knows these flags is Megatron's."""
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _PATIENCE = 60.0  # seconds
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -36,10 +36,13 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 @dataclass
 class Seen:
-    """What a script did until its first forward. ``megatrons_parser``: Megatron's reads its flags, and not one of its
-    own; ``options``: of that parser, each with the name that parity knows it by; empty where they are not known.
-    ``loop``: it calls Megatron's `pretrain`. ``error``: what ended it before, in words. ``usage``: what argparse says
-    of flags that it does not understand.
+    """The behaviour of a script until its first forward.
+
+    megatrons_parser  Megatron's parser reads the script's flags, not the script's own parser
+    options           options of that parser, each with the name that parity uses; empty if they are not known
+    loop              the script calls Megatron's `pretrain`
+    error             the reason if the script ended earlier
+    usage             argparse's error about flags that it does not understand
     """
 
     megatrons_parser: bool = False
@@ -58,11 +61,12 @@ def examine(
     deadline: float,
     schedule: bool,
 ) -> Seen:
-    """Run ``script`` as rank 0 of ``world``, in a process of its own. ``flags(seen)``: what it gets, as soon as it is
-    seen who reads them. ``schedule``: Megatron's schedule is asked too, whether it takes the number of microbatches.
+    """Runs ``script`` as rank 0 of ``world``, in a process of its own. It gets the flags ``flags(seen)`` when its
+    parser
+    reads them. With ``schedule``, Megatron's schedule also checks the number of microbatches.
 
-    A script that dies, or does not get there within ``deadline`` seconds, may need the other ranks: then it is judged
-    by what it has imported in this process.
+    A script that dies, or does not reach its first forward within ``deadline`` seconds, may need the other ranks. It is
+    then judged by its imports in this process.
     """
 
     def body(rank: int) -> Seen:
@@ -76,7 +80,7 @@ def examine(
 
 
 class _Examination:
-    """In the process of the rank."""
+    """The examination of a script, in the process of its rank."""
 
     def __init__(self, flags: Callable[[Seen], Flags], world: int, folder: Path, schedule: bool) -> None:
         self.flags, self.world, self.folder, self.schedule = flags, world, folder, schedule
@@ -105,10 +109,10 @@ class _Examination:
         return self.seen
 
     def _parse(self, original: Any, parser: argparse.ArgumentParser, args: Any = None, *rest: Any, **named: Any) -> Any:
-        """The script's parsers are told from others by what they read: this process's own arguments."""
+        """Parses arguments. A parser that reads this process's own arguments is the script's, and gets the flags."""
         given = sys.argv[1:] if args is None else list(args)
         if given == sys.argv[1:] and all(name in parser._option_string_actions for name in _MEGATRONS):
-            parser.allow_abbrev = False  # parity would not know what is meant
+            parser.allow_abbrev = False  # parity does not resolve abbreviations
             self.seen.megatrons_parser, self.seen.options = True, _options_of(parser)
             sys.argv[1:] = given = self.flags(self.seen).words()
         return original(parser, given, *rest, **named)
@@ -122,7 +126,7 @@ class _Examination:
 
         from megatron_pp.integrations.megatron.named_objects import replace_names
 
-        utils.compile_helpers = lambda: None  # of data sets that are not read
+        utils.compile_helpers = lambda: None  # helpers of data sets, which are not read
         training: Any = sys.modules[TRAINING_LOOP]
         pretrain = training.pretrain
         replace_names([(pretrain, wrapped(pretrain, self._pretrain))])
@@ -177,21 +181,21 @@ class _Examination:
 
     def _schedule(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.schedule or megatron_core.is_installed():
-            self._end()  # this engine's would talk to other ranks
+            self._end()  # the schedule of this engine would communicate with other ranks
         return original(*args, **{**kwargs, "forward_step_func": self._forward})
 
     def _forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._end()
 
     def _end(self) -> NoReturn:
-        """At once, so that nothing of the script's sees it."""
+        """Ends the process at once, so that the script cannot catch an exception."""
         if os.getpid() == self.process:
             (self.folder / "rank0.result").write_bytes(pickle.dumps(self.seen))
         os._exit(0)
 
 
 def _options_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Each option with its name: of several for one value, the one that is named as the value is."""
+    """Option -> its name for parity. If several options set one value, it is the option with the value's name."""
     names = {}
     for option, action in parser._option_string_actions.items():
         own = "--" + action.dest.replace("_", "-")
@@ -200,14 +204,14 @@ def _options_of(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 class _ModuleItself:
-    """In the place of a wrapper that allocates memory for gradients."""
+    """Replaces the wrapper that allocates memory for gradients. It returns the module itself."""
 
     def __new__(cls, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         return module
 
 
 def _pretend_groups(world: int) -> None:
-    """Process groups of ``world`` ranks, of which this one is the first; their collectives do nothing."""
+    """Makes process groups of ``world`` ranks. This process is their first rank, and their collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     begin, group = dist.init_process_group, dist.new_group
@@ -229,12 +233,12 @@ def _nothing(original: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def canonical(words: Flags, options: dict[str, str]) -> Flags:
-    """The flags under the names that parity knows, where an option has several. ``options``: of the script's parser,
-    which takes no abbreviations."""
+    """The flags by the names that parity knows, if options have several names. ``options`` are those of the script's
+    parser, which accepts no abbreviations."""
     return Flags(tuple((options.get(name, name), values) for name, values in words.items))
 
 
 def refuse(seen: Seen) -> None:
-    """Raises RunError for what argparse does not understand."""
+    """Raises RunError for flags that argparse does not understand."""
     if seen.usage:
         raise RunError(seen.usage)

@@ -1,4 +1,6 @@
-"""Make the model as small as its parallel layout allows: sizes go down, what the parallel code branches on stays."""
+"""Makes the model as small as its parallel layout allows. Sizes become smaller; properties that the parallel code
+depends
+on are kept."""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ _DROPPED = (
     *("--step-batch-size-schedule", "--eval-global-batch-size", "--error-injection-rate", "--error-injection-type"),
     *("--recompute-loss-function", "--optimizer-cpu-offload", "--dataloader-type", "--auto-detect-ckpt-format"),
 )
-"""Where data, checkpoints and logs are, and how long training lasts."""
+"""Flags that are removed: they are about the places of data, checkpoints and logs, and the length of training."""
 
 NEEDS_GPU = (
     *("--fp8-format", "--fp8-recipe", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather"),
@@ -55,7 +57,7 @@ ON_CPU = {
         True,
     ),
 }
-"""The implementations of Megatron's that need no GPU."""
+"""Flags that select Megatron's implementations without a GPU."""
 _MLA = {"--q-lora-rank": 8, "--kv-lora-rank": 8, "--qk-head-dim": 8, "--qk-pos-emb-head-dim": 4, "--v-head-dim": 8}
 
 
@@ -67,9 +69,11 @@ def for_parity(
     own_loop: bool = False,
     options: Collection[str] = (),
 ) -> tuple[Layout, list[str]]:
-    """The layout with data, steps and precision as a comparison needs them, and what has been changed, in words.
-    ``own_loop``: the script has a parser of its own, which may know no other flags than those that are given, and data
-    of its own. ``options``: those that Megatron's parser knows; empty: all.
+    """The layout with the data, steps and precision that a comparison needs, and the changes in words.
+
+    With ``own_loop`` the script has its own parser and data; only the given flags are then used, as the parser may know
+    no
+    others. ``options`` are the options that Megatron's parser knows; empty means all.
     """
     flags = layout.flags.without(*_DROPPED, *PRECISION, *([] if gpu else NEEDS_GPU))
     if flags.text("--moe-token-dispatcher-type") == "flex":
@@ -95,8 +99,8 @@ def for_parity(
 
 
 def _defaults_of_layouts(layout: Layout) -> Flags:
-    """Defaults of Megatron's that another layout would have other values of, written out: the vocabulary is padded to
-    128 times the tensor-parallel ranks, and there is one microbatch for each data-parallel rank."""
+    """The flags with those defaults of Megatron written out that depend on the layout: the vocabulary is padded to a
+    multiple of 128 times the tensor-parallel ranks, and each data-parallel rank has one microbatch."""
     flags = layout.flags
     if of.VOCABULARY not in flags and "--padded-vocab-size" not in flags:
         flags = flags.set(of.VOCABULARY, 128)
@@ -106,7 +110,9 @@ def _defaults_of_layouts(layout: Layout) -> Flags:
 
 
 def _on_cpu(flags: Flags) -> Flags:
-    """Recomputation of activation functions needs grouped products; deferred gradients of embeddings are fused ones."""
+    """The flags for a run on the CPU. Recomputation of activation functions is removed, because it needs grouped
+    products.
+    Deferred gradients of embeddings keep fused accumulation."""
     again = flags.text("--recompute-modules").split()
     if "moe_act" in again:
         flags = flags.set("--recompute-modules", " ".join(name for name in again if name != "moe_act"))
@@ -126,12 +132,13 @@ def shrink(layout: Layout) -> Flags:
 
 
 def _less(flags: Flags, name: str, value: int) -> Flags:
-    """A size that is given goes down to ``value``, and never up."""
+    """The flags with a given size reduced to ``value``. A size is never increased."""
     return flags.set(name, min(value, flags.number(name, value))) if name in flags else flags
 
 
 def _layers(layout: Layout) -> Flags:
-    """One layer for each model chunk; two where some layers differ from others or are recomputed in groups."""
+    """The flags with one layer for each model chunk; two if layers differ from each other or are recomputed in
+    groups."""
     flags, stages = layout.flags, layout.size("PP") * layout.size("VPP")
     if of.HYBRID in flags:
         return flags.set(of.HYBRID, _pattern(flags.text(of.HYBRID), layout.size("PP"))).without("--num-layers")
@@ -155,7 +162,7 @@ def _layers(layout: Layout) -> Flags:
 
 
 def _pattern(text: str, stages: int) -> str:
-    """A layer of each kind on each stage."""
+    """The pattern with one layer of each kind on each stage."""
     given = HybridPattern.read(text)
     kinds = ["".join(dict.fromkeys(stage)) for stage in given.stages]
     predictions = tuple("".join(dict.fromkeys(each)) for each in given.predictions)
@@ -163,14 +170,15 @@ def _pattern(text: str, stages: int) -> str:
 
 
 def _dense_layers(layout: Layout) -> Flags:
-    """The first layer, where a list says which layers have experts."""
+    """The flags with only the first layer dense, if a list says which layers have experts."""
     flags, listed = layout.flags, "[" in layout.flags.text("--moe-layer-freq")
     rest = flags.number("--num-layers", 1) - 1
     return flags.set("--moe-layer-freq", f"([0]*1+[1]*{rest})") if listed else flags
 
 
 def _stages(flags: Flags) -> Flags:
-    """Stages with more layers than others keep more; one that has none keeps none."""
+    """The flags with small stages. A stage with more layers than another keeps more; a stage without layers keeps
+    none."""
     stages = stages_of(flags.text(of.LAYOUT))
     counts = sorted({stage.count("t") for stage in stages})
     number = {count: index + (counts[0] > 0) for index, count in enumerate(counts)}
@@ -184,7 +192,8 @@ def _stage(letters: str, layers: int) -> str:
 
 
 def _heads(layout: Layout) -> Flags:
-    """Heads for each tensor-parallel rank, and for each context-parallel rank of Ulysses; two at least."""
+    """The flags with few heads, but at least two: each tensor-parallel rank, and each context-parallel rank of Ulysses,
+    has some."""
     flags = layout.flags
     width = layout.size("TP") * (layout.size("CP") if "a2a" in flags.text("--cp-comm-type") else 1)
     heads = flags.number("--num-attention-heads", 2 * width)
@@ -196,7 +205,8 @@ def _heads(layout: Layout) -> Flags:
         small_groups = small
     hidden = flags.number("--hidden-size", 0)
     channels = flags.number("--kv-channels", hidden // heads if heads else _HEAD)
-    ratio = max(1, hidden // max(1, heads * channels))  # a hidden size beyond that of the heads stays beyond it
+    # A hidden size that is larger than all heads together stays larger.
+    ratio = max(1, hidden // max(1, heads * channels))
     flags = flags.set("--num-attention-heads", small).set("--hidden-size", small * _HEAD * min(ratio, 2))
     if "--kv-channels" in flags or ratio > 1:
         flags = flags.set("--kv-channels", _HEAD)
@@ -208,7 +218,8 @@ def _heads(layout: Layout) -> Flags:
 
 
 def _mamba(layout: Layout) -> Flags:
-    """A head, and a group of them, for each tensor- and context-parallel rank; small heads and states."""
+    """The flags with small heads and states of Mamba, and a group of heads for each tensor- and context-parallel
+    rank."""
     flags = layout.flags
     if "M" not in flags.text(of.HYBRID):
         return flags
@@ -221,7 +232,7 @@ def _mamba(layout: Layout) -> Flags:
 
 
 def _experts(layout: Layout) -> Flags:
-    """Two experts for each expert-parallel rank, and twice as many as a token sees."""
+    """The flags with at least two experts for each expert-parallel rank, and at least twice the experts of a token."""
     flags = layout.flags
     if "--num-experts" not in flags:
         return flags
@@ -237,7 +248,8 @@ def _experts(layout: Layout) -> Flags:
 
 
 def _others(layout: Layout) -> Flags:
-    """Sequence, vocabulary and microbatches: two for each stage, as many as chunks need, and two at least."""
+    """The flags with a short sequence, a small vocabulary and few microbatches: two for each stage, more if chunks need
+    more, and at least two."""
     flags, pp, dp = layout.flags, layout.size("PP"), layout.size("DP")
     multiple = 2 * layout.size("CP") * layout.size("TP")
     sequence = multiple * math.ceil(_SEQUENCE / multiple)
@@ -253,7 +265,7 @@ def _others(layout: Layout) -> Flags:
 
 
 def _words(before: Flags, after: Flags) -> list[str]:
-    """One line for each flag that differs."""
+    """A line for each flag that differs."""
     names = dict.fromkeys(name for name, _ in (*before.items, *after.items))
     texts = [(name, _said(before, name), _said(after, name)) for name in names]
     return [f"{name}: {old} -> {new}" for name, old, new in texts if old != new]

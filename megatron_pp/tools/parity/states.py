@@ -1,4 +1,4 @@
-"""What a training step leaves beside parameters: buffers of the model, the optimizer's state, its schedule, reports."""
+"""The values of a training step other than parameters: buffers, the optimizer's state and schedule, and reports."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from megatron_pp.tools.parity.parameters import Place, global_name
 
 
 def named_buffers(chunk: Any, place: Place) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the whole model, buffer) of those that a checkpoint would have: others are scratch space, such as the
-    router's count of this rank's tokens."""
+    """(name in the whole model, buffer) of each buffer that a checkpoint would have. Other buffers are scratch space,
+    such
+    as the router's count of this rank's tokens."""
     model = unwrapped(chunk)
     modules = dict(model.named_modules())
     for path, module in modules.items():
@@ -26,8 +27,8 @@ def named_buffers(chunk: Any, place: Place) -> Iterator[tuple[str, torch.Tensor]
 def optimizer_states(
     optimizers: Iterable[Any], names: dict[int, str]
 ) -> Iterator[tuple[str, str, torch.Tensor, torch.nn.Parameter, int]]:
-    """(name of the parameter, name of the state, its values, the parameter, where they begin in it when it is flat) of
-    the parameters, or parts of them, that this rank's optimizers hold. ``names``: by id of the parameter.
+    """The states of this rank's optimizers: (name of the parameter, name of the state, its values, the parameter, the
+    position in the flat parameter at which they begin). ``names`` maps the id of a parameter to its name.
     """
     seen = set()
     for optimizer in _single(optimizers):
@@ -44,14 +45,14 @@ def optimizer_states(
 
 
 def _single(optimizers: Iterable[Any]) -> Iterator[Any]:
-    """Those of which chains consist."""
+    """The single optimizers, also those in chains."""
     for optimizer in optimizers:
         chained = getattr(optimizer, "chained_optimizers", None)
         yield from [optimizer] if chained is None else _single(chained)
 
 
 def _held_by(optimizer: Any, inner: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
-    """(parameter of the model, the tensor that stands for it in torch's optimizer, where this begins in it)."""
+    """(parameter of the model, its tensor in torch's optimizer, the position in the parameter at which it begins)."""
     sharded = getattr(optimizer, "model_param_group_index_map", None)
     if sharded is None:
         for parameter in list(inner.state):
@@ -64,7 +65,8 @@ def _held_by(optimizer: Any, inner: Any) -> Iterator[tuple[torch.nn.Parameter, t
 
 
 def schedule_values(groups: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Of each kind of parameter group, told by its multipliers: the learning rate and the weight decay of this step."""
+    """The learning rate and the weight decay of this step, for each kind of parameter group. The multipliers of a group
+    determine its kind."""
     found = {}
     for group in groups:
         kind = [
@@ -78,8 +80,8 @@ def schedule_values(groups: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def report_values(reports: Any) -> Iterator[tuple[int, str, np.ndarray]]:
-    """(microbatch of this rank, name, numbers) of what a schedule returns; what is no number, nor a dict of numbers, is
-    left out."""
+    """(microbatch of this rank, name, numbers) of a schedule's return value. Values that are not numbers or dicts of
+    numbers are left out."""
     for number, report in enumerate(reports if isinstance(reports, (list, tuple)) else ()):
         for name, value in report.items() if isinstance(report, dict) else ():
             numbers = _numbers(value)
@@ -96,12 +98,13 @@ def _numbers(value: Any) -> np.ndarray | None:
 
 
 def without_dropout(chunk: Any) -> bool:
-    """Switch the dropout of a model off: its random numbers are other ones in each layout. Whether there was any."""
+    """Switches off the dropout of a model, because its random numbers depend on the layout. Returns whether there was
+    any."""
     found = False
     for module in unwrapped(chunk).modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p:
             module.p, found = 0.0, True
-        for name in ("hidden_dropout", "attention_dropout"):  # of Megatron's layers, and of their config
+        for name in ("hidden_dropout", "attention_dropout"):  # attributes of Megatron's layers and of their config
             for owner in (module, getattr(module, "config", None)):
                 if isinstance(getattr(owner, name, None), float) and getattr(owner, name):
                     setattr(owner, name, 0.0)

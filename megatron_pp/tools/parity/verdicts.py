@@ -9,4 +9,4 @@ SENTENCES = {
 }
 EXIT_CODES = {EQUAL: 0, ROUNDING: 0, DIFFERENT: 1, NOT_EXERCISED: 2}
 REPEAT = "repeat: "
-"""Begins the line of an answer whose rest is a command."""
+"""The beginning of the line of an answer that has a command."""

@@ -1,4 +1,4 @@
-"""Functions of Megatron-core and torch, called by functions of ours that are given the original."""
+"""Replaces functions of Megatron-core and torch by functions of ours that get the original."""
 
 import functools
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def wrapped(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """What calls ``function(original, *args, **kwargs)`` under the name of ``original``."""
+    """A function that calls ``function(original, *args, **kwargs)`` and has the name of ``original``."""
 
     @functools.wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -16,5 +16,5 @@ def wrapped(original: Callable[..., Any], function: Callable[..., Any]) -> Calla
 
 
 def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Put ``wrapped`` in the place of ``owner.name``."""
+    """Replaces ``owner.name`` by ``wrapped``."""
     setattr(owner, name, wrapped(getattr(owner, name), function))

@@ -54,7 +54,7 @@ def alone(dtype: type) -> Record:
 
 
 def rank_of(number: int, size: int, dim: str, **changed: np.ndarray) -> Record:
-    """A rank that has all of every tensor, but for what is ``changed``, by kind."""
+    """A rank that has all tensors whole, except for those in ``changed``, by kind."""
     own = {key: np.array(changed.get(key.kind, values(key)), np.float32) for key in TRUTH}
     place = Place({**RANKS, dim: number}, {**dict.fromkeys(RANKS, 1), dim: size})
     return Record(place, values={key: Value(data) for key, data in own.items()})
@@ -212,7 +212,7 @@ LATENT = ["--multi-latent-attention", "--tensor-model-parallel-size", "2"]
     ],
 )
 def test_known_faults_that_the_flags_meet_are_named(given, met):
-    """Of the layers that the job has, not of those that run here on the CPU."""
+    """They are the faults of the job's layers, not of the layers that run here on the CPU."""
     layout = Layout(Flags.read(given).set("--transformer-impl", "local"), 2, uneven_masks=False)
     different = Answer(["train.py"], layout, [], {"ours": WRONG, "megatron": WRONG})
     different.known_faults = known_faults(different, given)
@@ -266,7 +266,7 @@ def test_parameters_that_a_norm_leaves_out(counted, names):
 
 
 def test_a_recomputation_repeats_its_forward():
-    """A checkpoint whose random numbers are not put back draws others in the backward."""
+    """If the random state is not restored, the recomputation in the backward draws other random numbers."""
     layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5))
     for preserved in (True, False):
         recorder = Recorder(1, "", alone=True)
@@ -314,7 +314,7 @@ def test_a_buffer_of_one_replica_is_a_difference():
 
 
 def test_the_state_of_an_optimizer_says_by_how_much_gradients_were_clipped():
-    """Adam hides it: parameters are off by little, and their own ratio to what is right is one."""
+    """Adam hides the ratio: parameters have a small error, and their own ratio to the right values is one."""
     right, after = values(GRAD), values(AFTER) * 1.0001
     clipped = with_value(rank_of(0, 2, "PP", parameter=after), AVERAGE, 0.8 * right)
     found = compared_with(AVERAGE, right, clipped, with_value(rank_of(1, 2, "PP"), AVERAGE, right))
@@ -323,7 +323,7 @@ def test_the_state_of_an_optimizer_says_by_how_much_gradients_were_clipped():
 
 
 def test_a_parameter_has_no_ratio():
-    """What it was before the step is in both, so that it would be one."""
+    """Its old value is in both values, so its ratio would be one."""
     said = Answer(["x"], LAYOUT, [], {"megatron": compared(rank_of(0, 1, "PP", parameter=values(AFTER) * 1.0001))})
     assert "ratio" not in said.parameters()[GRAD.name]
     assert said.first()["ratio"] is None

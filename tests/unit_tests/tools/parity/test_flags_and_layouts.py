@@ -158,7 +158,7 @@ def test_a_part_is_switched_off(text, part, left, world):
 
 
 def test_a_checkpoint_is_a_part():
-    """It keeps its flags, and the optimizer that it is of, in one process too."""
+    """A checkpoint keeps its flags and its kind of optimizer, also in one process."""
     asked = replace(layout(f"{PP2} --use-distributed-optimizer --ckpt-format torch", 4), checkpoint="restore")
     assert asked.label() == "PP 2, DP 2, distributed optimizer, uneven masks, checkpoint (restore)"
     small, _ = for_parity(asked, 2, True, False)

@@ -1,4 +1,4 @@
-"""Hybrid models on the CPU: Mamba's scan and norm written out, divided among ranks, and patterns of layers."""
+"""Hybrid models on the CPU: Mamba's scan and norm in torch, their division among ranks, and patterns of layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scanned(given: dict[str, torch.Tensor], groups: int) -> torch.Tensor:
 
 
 def by_hand(given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The recurrence, one number after the other."""
+    """The recurrence, calculated number by number."""
     z, xbc, dt = given["zxbcdt"].split([INNER, len(given["weight"]), HEADS], dim=-1)
     silu, softplus = torch.nn.functional.silu, torch.nn.functional.softplus
     batch, length = z.shape[:2]
@@ -68,7 +68,7 @@ def test_the_scan_is_the_recurrence():
 
 
 def test_two_ranks_have_the_halves_of_each_part():
-    """Of z, x, B, C and dt, as Megatron divides them: what the ranks compute is what one process does."""
+    """z, x, B, C and dt are divided as in Megatron, and the ranks together compute the same as one process."""
     given = inputs()
     given["A"] = -torch.exp(given["A"])
     halves = []

@@ -1,4 +1,4 @@
-"""Work in processes of its own: its answer, its errors, and that nothing of it is left, however it ends."""
+"""Work in processes of its own: its answer and errors, and that no process or file is left after any end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHAT = "importing what train.py imports"
 
 
 def process_of(file: Path) -> int:
-    """The process whose number is in the file, as soon as it is there."""
+    """Waits for the file, and returns the process id in it."""
     end = time.monotonic() + 30
     while not (file.exists() and file.read_text()):
         assert time.monotonic() < end, f"no {file.name}"

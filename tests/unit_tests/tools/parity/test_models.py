@@ -1,4 +1,4 @@
-"""`compare`: a model of the user's under schedules of ours, as processes."""
+"""`compare` for a user's model under schedules of this engine, with ranks as processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Block(torch.nn.Module):
 
 
 class WrongBackward(torch.autograd.Function):
-    """The identity, whose gradient is doubled where a pipeline runs it."""
+    """The identity. Its gradient is doubled if a pipeline runs it."""
 
     @staticmethod
     def forward(ctx, x):
@@ -75,7 +75,7 @@ def test_what_cannot_run_is_an_error():
 
 
 def test_chunks_in_a_wrong_order_are_found(monkeypatch):
-    """With a fault in what says which stages a rank holds: no comparison of numbers that a wrong model gave."""
+    """The fault is in the function that says which stages a rank has. Numbers of a wrong model are not accepted."""
     right = megatron_pp.stage_numbers
 
     def swapped(*of):

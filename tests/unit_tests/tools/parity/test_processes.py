@@ -1,4 +1,4 @@
-"""Ranks as processes: what they leave when all is well, when one raises, and when one does not end."""
+"""Ranks as processes: what remains of them after a good run, after an error, and after a rank that does not end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def test_ranks_know_their_number_and_share_an_address(tmp_path: Path):
 
 
 def test_ranks_do_not_end_what_this_process_has_left(tmp_path: Path):
-    """Such as a process group in a cycle, whose destructor joins threads that a forked process lacks."""
+    """An example is a process group in a reference cycle: its destructor joins threads that a forked process does not
+    have."""
     import torch.distributed as dist
 
     class Holder:
@@ -50,7 +51,7 @@ def test_ranks_do_not_end_what_this_process_has_left(tmp_path: Path):
 
 @pytest.mark.slow
 def test_unequal_tensors_are_gathered_and_scattered(tmp_path: Path):
-    """As Megatron's dispatcher does where experts are split and ranks have tokens of other counts."""
+    """Megatron's dispatcher does this if experts are split and ranks have different numbers of tokens."""
 
     def body(rank: int) -> list[list[float]]:
         import torch

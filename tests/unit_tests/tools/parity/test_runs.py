@@ -1,4 +1,4 @@
-"""Which runs a comparison needs: who saves a checkpoint, and who restores it."""
+"""The runs that a comparison needs: the run that saves a checkpoint, and the run that restores it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEYS = [Key(1, FORWARD, "x"), *(Key(2, kind, "x") for kind in (RESTORED, FORWARD
 
 
 class Listed(Runs):
-    """Lists the runs in place of making them."""
+    """Lists the runs instead of making them."""
 
     def _run(self, run):
         if run not in self.done:
@@ -27,7 +27,7 @@ class Listed(Runs):
 
 
 def runs_for(tmp_path, checkpoint: str, *flags: str) -> tuple[Listed, list[tuple[int, str]], Record]:
-    """Those made, as (processes, folder that is restored), and the record of one process."""
+    """The runs, as (number of processes, folder that is restored), and the record of one process."""
     runs = Listed(Program("train.py", False, 2, 10.0, False, None), tmp_path)
     layout = Layout(Flags.read([*TP2, *flags]), 2, checkpoint=checkpoint)
     runs.layout(layout, "megatron", "float32")

@@ -1,4 +1,5 @@
-"""What a step leaves beside parameters: buffers, the optimizer's state, its schedule, reports, and lines of a log."""
+"""The values of a step other than parameters: buffers, the optimizer's state and schedule, reports, and logged
+lines."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def test_buffers_are_those_that_a_checkpoint_has():
 
 
 class ChainOfTwo:
-    """As Megatron's, whose own optimizer cannot be asked for where it has several."""
+    """A chain like Megatron's: if it has several optimizers, its attribute ``optimizer`` cannot be read."""
 
     def __init__(self, chained_optimizers: list[object]) -> None:
         self.chained_optimizers = chained_optimizers
