@@ -1,8 +1,9 @@
-"""Large messages on gloo go through groups of two, one per one-way channel, and are posted by threads: the numbers are
-those of one process, channels can be made whatever other groups a rank is in, and nothing of them is left. Messages,
-agreements and failures of one pipeline never reach another over the same ranks, in whatever order each rank begins.
+"""Large messages on gloo go through groups of two, one per one-way channel, and threads post them. The numbers are
+those of one process, channels can be made whatever other groups a rank is in, and none of them is left in the end.
+Messages, agreements and failures of one pipeline never reach another one on the same ranks, in whatever order each rank
+begins.
 
-NCCL makes its channels in the same way. All runs share one start of four processes.
+NCCL makes its channels in the same way. All runs share the same four processes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ OVERLAP = {"overlap_p2p_comm": True}
 
 
 class Pipeline(NamedTuple):
-    """``number`` tells its microbatches, each step's own, from those of another."""
+    """One of several pipelines, each of which has its own microbatches in each step, by ``number``."""
 
     chunks: int
     fields: dict[str, Any]
@@ -42,7 +43,7 @@ class Pipeline(NamedTuple):
         return ToyData(self.microbatches, seq_length=LARGE, variable=variable, first=first)
 
     def steps(self, group: Any) -> list[tuple[ToyResult, int]]:
-        """Of each step this rank's result, and how many channels it has."""
+        """Take steps, and return for each one this rank's result and its number of channels."""
         found = []
         for step in range(STEPS):
             rank = rank_of(self.chunks, self.microbatches, group=group, data=self.data(step), **self.fields)
@@ -69,7 +70,7 @@ TWO = {
 
 
 def at_once(rank: int, groups: list[Any], pipelines: list[Pipeline]) -> list[Any]:
-    """A thread for each pipeline; even and odd ranks begin with different ones."""
+    """Run each pipeline in its own thread; even and odd ranks begin with different pipelines."""
     results: dict[int, Any] = {}
 
     def run(number: int) -> None:
@@ -85,13 +86,13 @@ def at_once(rank: int, groups: list[Any], pipelines: list[Pipeline]) -> list[Any
 
 
 def in_turn(groups: list[Any], pipelines: list[Pipeline]) -> list[Any]:
-    """Twice, so that each is come back to."""
+    """Run the pipelines in turn, twice, so that each is used again after the other."""
     return [[one.steps(group) for one, group in zip(pipelines, groups, strict=True)] for _ in range(2)][-1]
 
 
 def names() -> tuple[str, str, str]:
-    """Of two groups over the same ranks; and the first one's when torch has another name for it on each rank, as
-    ``split_group`` leaves it."""
+    """Return the names of two groups over the same ranks, and the name of the first if torch names it differently on
+    each rank, as ``split_group`` does."""
     cpu = torch.device("cpu")
     groups = [dist.new_group(list(range(SIZE))) for _ in range(2)]
     first, second = (pipeline_name(group, "gloo", cpu) for group in groups)
@@ -132,7 +133,7 @@ def test_numbers_are_those_of_one_process(per_rank: list[dict[str, Any]], name: 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_every_rank_has_the_channels_of_its_edges(per_rank: list[dict[str, Any]], name: str) -> None:
-    """Two edges at each rank in a loop and inside a line, one at its ends; two kinds of message along each."""
+    """A rank has two edges in a loop and inside a line, one at the ends of a line; each with two kinds of messages."""
     in_a_line = [2, 4, 4, 2]
     both_ways = [2 * n for n in in_a_line]  # a V goes down and up again
     around = [4] * SIZE

@@ -104,7 +104,7 @@ def test_flags_are_read_by_the_scripts_own_parser(checked: Callable[[str], Said]
 
 
 def test_all_refusals_are_found_at_once(tmp_path: Path) -> None:
-    """The answer has the refusals of the parser and of each check, with the settings that they are about."""
+    """The answer has the refusals of the parser and of each check, with the settings that they concern."""
     flags = "--num-layers 7 --pipeline-model-parallel-size 2 --global-batch-size 7 --micro-batch-size 2 --lr x --foo 3"
     said = check(f"--gpus 2 --json {PRETRAIN} {flags}", tmp_path)
     assert said.code == said.answer["exit_code"] == 1
@@ -136,7 +136,7 @@ def test_answers_for_other_programs(checked: Callable[[str], Said], tmp_path: Pa
 
 
 def test_exit_codes(checked: Callable[[str], Said], tmp_path: Path) -> None:
-    """Nothing found, risks only, and risks with --strict. Tests above have the other two exit codes."""
+    """The cases are no finding, only risks, and risks with --strict. Tests above check the other two exit codes."""
     (tmp_path / "gpt.yaml").write_text(RIGHT)
     assert checked("--gpus 4 gpt.yaml").code == 0
     (tmp_path / "gpt.yaml").write_text(RIGHT + "made_up: 3\n")

@@ -27,7 +27,7 @@ MASKS = [[1, 1, 1, 1, 0, 0, 1, 0], [0, 0, 0, 0, 1, 0, 0, 1], [0] * LENGTH]
 
 
 class Stage(torch.nn.Module):
-    """A linear layer on each token by itself, as no token looks at others."""
+    """A linear layer; each token is computed without the others."""
 
     def __init__(self, config: Any, stage: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Stage(torch.nn.Module):
 
 
 def microbatches(shard: slice) -> Any:
-    """(input [tokens of the shard, 1, HIDDEN], mask [tokens of the shard]) of each microbatch."""
+    """Yield each microbatch as (input [tokens of the shard, 1, HIDDEN], mask [tokens of the shard])."""
     generator = torch.Generator().manual_seed(7)
     for mask in MASKS:
         x = torch.randn(LENGTH, 1, HIDDEN, generator=generator, dtype=torch.float64)
@@ -75,7 +75,7 @@ def one_process() -> list[list[torch.Tensor]]:
 
 
 def step_of(host: str) -> tuple[int, list[torch.Tensor]]:
-    """(stage, gradients as data-parallel reduction leaves them) of one step of this rank."""
+    """Take one step, and return (stage, gradients after the data-parallel reduction) of this rank."""
     package, classes, schedules = PACKAGES[host]
     state = importlib.import_module(f"{package}.parallel_state")
     grid = {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}
@@ -101,8 +101,8 @@ def step_of(host: str) -> tuple[int, list[torch.Tensor]]:
 
 
 def steps_of(host: str, *installs: dict[str, Any]) -> list[tuple[float, int]]:
-    """Of each step, one after each `install`: the largest difference of a gradient from one process's on this rank,
-    and the warnings so far."""
+    """Take one step after each `install`. Return for each step the largest difference of a gradient on this rank from
+    that of one process, and the number of warnings so far."""
     expected, found, warnings = one_process(), [], []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,9 +1,9 @@
-"""What a default step loads of the package, in two books: every module by name, and how many lines each book has.
+"""The modules that a default step loads, by name, in two books with a limit of lines for each.
 
 The *machine* is what a rank runs in a step. The *compiler* makes and verifies plans, and never imports torch. A reader
 of either needs no other module. The table of features, which both look into, is counted with the machine.
 
-The default steps run on gloo. Of a rank on NCCL a virtual device shows which modules it loads in place of gloo's.
+The default steps run on gloo. A rank on NCCL, which runs on a virtual device, loads other modules in place of gloo's.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ _IMPORTERS = {"megatron_pp.on_demand", "importlib", "importlib._bootstrap", "imp
 
 
 class Importers(MetaPathFinder):
-    """``by``: module of the package -> where it was first asked for. ``tools``: those of ``tools`` that have
-    started this rank."""
+    """Notes who imports modules of the package. ``by``: module -> where it was first imported. ``tools``: modules of
+    ``tools`` that have started this rank."""
 
     def __init__(self) -> None:
         self.by: dict[str, str] = {}
@@ -112,7 +112,7 @@ def _passes_on(frame: FrameType) -> bool:
 
 
 def loaded(importers: Importers) -> dict[str, tuple[int, str]]:
-    """Module of the package -> its lines, and where it was first asked for."""
+    """Return, for each loaded module of the package, its number of lines and where it was first imported."""
     found = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "megatron_pp" and name not in importers.tools:
@@ -122,7 +122,7 @@ def loaded(importers: Importers) -> dict[str, tuple[int, str]]:
 
 
 def forget_what_the_tests_load() -> None:
-    """What the engine loads of it comes back."""
+    """Forget modules that the test has loaded; the engine loads again those that it needs."""
     for name in [name for name in sys.modules if name.startswith(("megatron_pp.tools", "megatron_pp.comm.bound"))]:
         del sys.modules[name]
 
@@ -157,7 +157,7 @@ def installed_steps(rank: int, size: int) -> dict[str, tuple[int, str]]:
 
 
 def steps_on_nccl(rank: int, size: int) -> set[str]:
-    """The modules that ranks on virtual devices load, of those that were loaded for them and forgotten."""
+    """Forget the modules of gloo and NCCL, and return those that ranks on virtual devices load again."""
     from megatron_pp.testing.pipeline import run_rank
     from megatron_pp.testing.toy import ToyData
     from testkit.device_runs.nccl_runs import on_nccl
@@ -179,7 +179,7 @@ def steps_on_nccl(rank: int, size: int) -> set[str]:
 
 
 def train(library: Any, parallel_state: Any, size: int, **more: Any) -> None:
-    """Two steps of 1F1B, and two of interleaved 1F1B. ``more``: fields of the config."""
+    """Take two steps of 1F1B, and two of interleaved 1F1B. ``more``: fields of the config."""
     import torch
 
     from testkit.models.linear_stage import LinearStage, forward_step
@@ -207,7 +207,7 @@ def train(library: Any, parallel_state: Any, size: int, **more: Any) -> None:
 
 
 def names_in(*books: Mapping[str, str]) -> set[str]:
-    """The modules of these rooms, and the rooms themselves."""
+    """Return the names of the modules in ``books``, and of their packages."""
     return {
         ".".join(filter(None, ("megatron_pp", room, name)))
         for book in books

@@ -1,8 +1,8 @@
-"""What one of several real processes does wrong is an error on every rank, in the step in which it is done, and no
-numbers are wrong before it: data that end early, a step unlike its peers', a step that is called once too often, model
-chunks in the wrong order.
+"""If one of several real processes makes a mistake, every rank raises an error in the same step, and no earlier numbers
+are wrong. The mistakes are data that end early, a step unlike that of its peers, a step that is called once too often,
+and model chunks in the wrong order.
 
-All cases share one start of the processes; each has a process group of its own.
+All cases run in the same processes; each case has its own process group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ODD_STEP = 5
 
 
 class Call(NamedTuple):
-    """One step; ``number`` is the program's."""
+    """The arguments of one step. ``number`` is the program's number of the step."""
 
     number: int
     data: ToyData
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The numbers of the steps that a rank has finished, of those whose losses were wrong, and what ended them."""
+    """The steps that a rank has finished, those with wrong losses, and the error that ended them."""
 
     finished: list[int]
     wrong: list[int]
@@ -45,7 +45,7 @@ class Seen(NamedTuple):
 
 
 class ShortData(ToyData):
-    """Promises four microbatches and gives two."""
+    """Says that it has four microbatches, and gives two."""
 
     def iterator(self) -> Iterator[Any]:
         return (self.microbatch(mb) for mb in range(2))
@@ -101,7 +101,7 @@ def counted_calls(rank: int, count: Count) -> Iterator[Call]:
 
 
 def _optimizer_step(rank: int) -> None:
-    """A rank's own failure between steps, which its program deals with, is nobody else's."""
+    """A rank's own failure between steps, which its program handles, does not reach other ranks."""
     with contextlib.suppress(FloatingPointError):
         if rank == 1:
             raise FloatingPointError
@@ -133,7 +133,7 @@ def run(rank: int, calls: Iterator[Call], chunks: int = 1, counted: bool = False
 
 
 def swapped_chunks(rank: int, schedule: str) -> Seen:
-    """A step of two chunks a rank, which rank 1 has in the other order."""
+    """Take a step of two chunks a rank. Rank 1 has its chunks in the wrong order."""
     group = dist.new_group(list(range(SIZE)))
     one = rank_of(2, 4, group=group, pipeline_schedule=schedule, p2p_timeout=600.0)
     chunks = one.model()
@@ -153,7 +153,7 @@ class Layer(torch.nn.Module):
 
 
 def layers_of_another_rank(rank: int) -> Seen:
-    """A step of one chunk a rank with two layers; ranks 0 and 1 were built with each other's."""
+    """Take a step of one chunk of two layers a rank. Ranks 0 and 1 have each other's layers."""
     group = dist.new_group(list(range(SIZE)))
     one = rank_of(1, 4, group=group, p2p_timeout=600.0)
     (chunk,) = one.model()

@@ -1,8 +1,8 @@
-"""Faults in real processes on gloo: every rank ends with the right error, soon, and can go on with new process groups.
+"""Faults in real processes on gloo: every rank soon gets the right error, and can go on with new process groups.
 
-Each test runs several episodes on one pool of processes, since processes are what costs time. After each, nothing may
-be left: that threads, files and tensors do not grow is checked here; memory, and thousands of steps, by
-scripts/soak.py.
+Each test runs several episodes on one pool of processes, since starting processes takes most of the time. After each
+episode nothing may be left: these tests check that threads, files and tensors do not grow; scripts/soak.py checks
+memory and thousands of steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OVERLAP = {"overlap_p2p_comm": True}
 
 
 class Lab:
-    """A pool, and a number for each episode."""
+    """A pool of processes, which numbers its episodes."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -30,13 +30,13 @@ class Lab:
         self._first: dict[int, Resources] = {}
 
     def assert_episode(self, schedule: str, chunks: int, fault: Fault | None, **fields: object) -> dict[int, Report]:
-        """An episode of four steps, checked."""
+        """Run an episode of four steps, and assert its outcome and that nothing is left."""
         reports = self.assert_outcome(schedule, chunks, fault, **fields)
         assert self._leaks(held_after(reports)) == {}
         return reports
 
     def assert_outcome(self, schedule: str, chunks: int, fault: Fault | None, **fields: object) -> dict[int, Report]:
-        """An episode of four steps, checked but for what it leaves behind."""
+        """Run an episode of four steps and assert its outcome, but not what it leaves behind."""
         fields = {"microbatches": 2 * SIZE, **fields}
         episode = Episode(next(self._numbers), schedule, chunks, steps=4, fault=fault, **fields)  # type: ignore[arg-type]
         reports = self.pool.run(episode)
@@ -44,7 +44,7 @@ class Lab:
         return reports
 
     def assert_clean_within(self, seconds: float, reports: dict[int, Report]) -> None:
-        """What an episode has left behind goes within that time."""
+        """Assert that all that an episode has left behind is gone within ``seconds``."""
         held = self.pool.await_resources(held_after(reports), lambda now: not self._leaks(now), seconds)
         assert self._leaks(held) == {}
 
@@ -60,9 +60,9 @@ def held_after(reports: dict[int, Report]) -> dict[int, Resources]:
 
 @pytest.fixture(scope="module")
 def lab_amid_large_messages() -> Iterator[tuple[Lab, dict[int, Report]]]:
-    """Processes of its own, since what it leaves behind stays for a while.
+    """Yield a lab with its own processes, since its leftovers stay for a while, and the reports of its episode.
 
-    16 MB on their way to a rank that stands still, and then dies.
+    In the episode messages of 16 MB are on their way to a rank that is stopped and then killed.
     """
     fault = Fault(KILL, rank=1, step=2, chunk=0, mb=2, seconds=1.0)
     big = {"seq_length": 500_000, "microbatches": 4, "group_timeout": GROUP_TIMEOUT, "p2p_timeout": 60.0}
@@ -114,7 +114,7 @@ def test_a_killed_rank_is_named(lab: Lab) -> None:
 
 @pytest.mark.parametrize("kind", [EXCEPTION, STOP])
 def test_faults_amid_messages_with_connections_of_their_own(lab: Lab, kind: str) -> None:
-    """From 256 KiB on a thread posts a channel's sends, and all waits are threads': 640 KB here."""
+    """Here messages have 640 KB. From 256 KiB on a thread posts the sends of a channel, and threads do all waits."""
     fault = Fault(kind, rank=2, step=2, chunk=1, mb=1)
     lab.assert_episode("interleaved_1f1b", 2, fault, p2p_timeout=3.0, seq_length=20_000, fields=OVERLAP)
 
@@ -130,7 +130,7 @@ def test_a_stopped_rank_is_named_and_ends_too_when_it_goes_on(lab: Lab) -> None:
 def test_a_stopped_rank_is_found_long_before_the_timeout_and_one_that_keeps_the_interpreters_lock_is_no_error(
     lab: Lab,
 ) -> None:
-    """Neither sends heartbeats. As by default, a stopped rank has an eighth of p2p_timeout: 7.5 s here."""
+    """Neither rank sends heartbeats. By default a stopped rank is found after an eighth of p2p_timeout: 7.5 s here."""
     fault = Fault(STOP, rank=1, step=2, chunk=0, mb=3)
     reports = lab.assert_episode("1f1b", 1, fault, p2p_timeout=60.0, stopped_seconds=1.0, fields=OVERLAP)
     assert all("is stopped, as by SIGSTOP" in (reports[rank].error or ("", ""))[1] for rank in (0, 2))
@@ -139,7 +139,7 @@ def test_a_stopped_rank_is_found_long_before_the_timeout_and_one_that_keeps_the_
 
 
 def test_a_slow_rank_is_no_error(lab: Lab) -> None:
-    """Twice p2p_timeout in one operation; the numbers are right."""
+    """One operation takes twice p2p_timeout; the numbers are right."""
     fault = Fault(DELAY, rank=1, step=2, chunk=0, mb=3, seconds=5.0)
     lab.assert_episode("1f1b", 1, fault, p2p_timeout=2.5, fields=OVERLAP)
 
@@ -147,6 +147,6 @@ def test_a_slow_rank_is_no_error(lab: Lab) -> None:
 def test_what_is_left_amid_large_messages_is_gone_after_the_groups_timeout(
     lab_amid_large_messages: tuple[Lab, dict[int, Report]],
 ) -> None:
-    """gloo does not end a send that is half on the wire before."""
+    """gloo does not end a half-sent message before its group's timeout."""
     lab, reports = lab_amid_large_messages
     lab.assert_clean_within(GROUP_TIMEOUT + 5.0, reports)

@@ -1,6 +1,6 @@
-"""What blocks in gloo is unblocked from another thread of the same process, whatever the peer has come to.
+"""A thread that blocks in gloo can be unblocked by another thread of its process, whatever the peer does.
 
-The case that matters most is a transfer half on the wire: closing the connection does not wake who waits for it.
+The most important case is a half-sent message: closing its connection does not wake a thread that waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-SMALL, LARGE = 10, 16_000_000  # float32: fits into a socket's buffers; fits into none
+SMALL, LARGE = 10, 16_000_000  # numbers of float32: the first message fits into a socket's buffers, the second does not
 ALL_THERE = "the peer was slow to go, and all of its message has come"
 
 
@@ -30,7 +30,7 @@ def _join(rank: int, port: int, world: int) -> Any:
 
 
 def _peer(pipe: Connection, port: int, world: int, does: str, size: int, goes: signal.Signals) -> None:
-    """Posts the other end, or not, and goes: stopped or killed. A message that is large is half on the wire then."""
+    """Post the other end of the transfer, or not; then be stopped or killed. A large message is half sent then."""
     import torch
 
     group = _join(world - 1, port, world)
@@ -43,14 +43,14 @@ def _peer(pipe: Connection, port: int, world: int, does: str, size: int, goes: s
 
 
 def _third(port: int) -> None:
-    """Leaves as soon as all have met, and closes its connections by that."""
+    """Leave as soon as all processes have met, which closes this process's connections."""
     _join(1, port, 3)
     time.sleep(0.5)
     os._exit(0)
 
 
 def _blocked(pipe: Connection, port: int, world: int, does: str, size: int) -> None:
-    """Waits, and is aborted after a while; sends what was raised."""
+    """Wait, be aborted after a while, and send the error to the test."""
     import torch
 
     from megatron_pp.comm.abort import abort_groups
@@ -134,6 +134,6 @@ def test_a_blocked_wait_ends(does: str, peer_does: str, size: int, goes: signal.
 
 
 def test_a_peer_that_left_first_is_no_obstacle() -> None:
-    """A receive from it is refused at once, so that it does not time out and closes nothing."""
+    """gloo refuses a receive from it at once, so that the receive does not time out and closes no connection."""
     error = _error_of_the_wait("receive", "nothing", SMALL, signal.SIGSTOP, third=True)
     assert error, "the wait returned as if the transfer were done"

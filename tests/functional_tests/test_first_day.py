@@ -1,4 +1,4 @@
-"""The parts of scripts/gpu_check.py: all pass over gloo, in real processes, and each fails with a fault.
+"""The parts of scripts/gpu_check.py: all pass over gloo in real processes, and each fails with a planted fault.
 
 ``tests/gpu_programs/device_scenarios.py`` runs them on virtual devices, every line of them.
 """
@@ -44,19 +44,19 @@ def started(out: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 def results(out: Path) -> dict[str, str]:
-    """The verdicts that were saved."""
+    """Return the saved verdicts, by part."""
     saved = json.loads((out.parent / "data" / f"{out.stem}.json").read_text())
     return {name: result["verdict"] for name, result in saved["parts"].items()}
 
 
 def shown(out: Path) -> str:
-    """The page with its tables."""
+    """Return the page with its tables."""
     return with_tables(out, out.read_text())
 
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of one call that has run the parts of both tests below."""
+    """Run the parts of both tests below in one call, and return the folder of its results."""
     out = tmp_path_factory.mktemp("tried") / "results.md"
     run = started(out, "--only", *QUICK, *(OF_MEGATRON if find_spec("megatron") else ()))
     printed, _ = run.communicate(timeout=500.0)
@@ -92,7 +92,7 @@ def test_ranks_can_be_spawned_as_they_are_on_gpus(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_megatron
 def test_megatrons_gpt_passes_over_gloo(tried: Path) -> None:
-    """Distributed optimizer, overlapped collectives: both engines' bits. And their times."""
+    """With the distributed optimizer and overlapped collectives: equal bits under both engines, and their times."""
     assert results(tried) == dict.fromkeys((*QUICK, *OF_MEGATRON), "pass")
     assert "PP 2, V 2, TP 2, DP 1, 3 steps" in shown(tried)
     assert "| Megatron's own schedules on the same GPUs | Megatron's schedule 1F1B | ours ms " in shown(tried)
@@ -123,7 +123,7 @@ def test_a_run_that_is_ended_goes_on(tmp_path: Path) -> None:
 
 
 def look_again(out: Path, printed: Path) -> None:
-    """A call in whose second no part is done, and nothing lost."""
+    """Call scripts/gpu_check.py a second time, which must run no part again and lose no result."""
     with printed.open("w") as file, redirect_stdout(file):
         gpu_check.main(["--cpu", "--out", str(out), "--seconds", "1"])
 
@@ -135,7 +135,7 @@ FAULTS = [name for name, planted in first_day.FAULTS.items() if planted.parts]
 @pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("fault", drawn(FAULTS, 4))
 def test_a_fault_is_seen(fault: str, tmp_path: Path) -> None:
-    """On virtual devices: eight GPUs, one where the parts are for one."""
+    """The parts run on eight virtual GPUs, or on one if they are for one."""
     places, parts = first_day.FAULTS[fault]
     out = tmp_path / "results.md"
     alone = any(part.most == 1 for part in table.chosen(parts))

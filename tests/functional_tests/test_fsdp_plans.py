@@ -1,6 +1,6 @@
-"""Stages that ``fully_shard`` (FSDP2) shards: what is refused, a step after one that failed, and FSDP2's own settings.
+"""Stages that ``fully_shard`` (FSDP2) shards: refused settings, a step after a failed one, and FSDP2's own settings.
 
-Their numbers, and the memory of whole stages, are rows of ``numbers/library.py``.
+Rows of ``numbers/library.py`` compare their numbers and the memory of whole stages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _mesh() -> DeviceMesh:
 
 
 def _step(mesh: DeviceMesh, sharded: bool, fields: dict[str, Any], convert: str = "") -> None:
-    """``convert``: weight gradients are split ``before`` the stage is sharded, or ``after``."""
+    """Take a step. ``convert``: weight gradients are split "before" the stage is sharded, or "after", or not ("")."""
     one = rank_of(1, MICROBATCHES, group=mesh["pp"].get_group(), **{"pipeline_schedule": "1f1b", **fields})
     stages = one.model()
     if convert == "before":
@@ -85,7 +85,7 @@ def test_wrong_settings_and_models_are_errors_on_every_rank() -> None:
 
 
 def _after_a_failure(rank: int, size: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Without a pipeline: the gradients of a step, and those of one after a step that a microbatch has ended."""
+    """Return, without a pipeline, the gradients of a step, and of a step after one in which a microbatch raised."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
     data, found = ToyData(4, first=100 * rank), []
     for fails in (False, True):
@@ -118,7 +118,7 @@ def test_a_step_after_one_that_failed_has_gradients_of_its_own_alone() -> None:
 
 # -- FSDP2's own settings ---------------------------------------------------------------------------------------------
 
-# What a program sets of a stage, and whether the outer module and the inner ones are whole after a forward then.
+# Settings of a stage by the program, and whether the outer and the inner modules are then whole after a forward.
 KEPT: dict[str, tuple[Callable[[FSDPModule], None], bool, bool]] = {
     "nothing": (lambda root: None, True, False),
     "stays whole": (lambda root: root.set_reshard_after_forward(False), True, True),
@@ -127,7 +127,8 @@ KEPT: dict[str, tuple[Callable[[FSDPModule], None], bool, bool]] = {
 
 
 def _settings_after_steps(rank: int, size: int) -> dict[str, Any]:
-    """Without a pipeline: after a step, and after one that failed and another."""
+    """Return which modules are whole under each setting of KEPT: after a step, and after a step that follows a failed
+    one. The steps have no pipeline."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
     x, found = torch.ones(2, HIDDEN), {}
     alone = [dist.new_group([k]) for k in range(size)][rank]

@@ -1,10 +1,10 @@
 """Real gloo processes: losses and gradients equal those of one process, to the last bit.
 
-A covering subset of what ``unit_tests/runtime/test_differential.py`` runs over the in-memory transport, and what needs
-real processes: torch's DistributedDataParallel and FSDP2 around stages. The rows are in ``numbers/library.py``. Of each
-schedule, of each with split backwards, and of each kind of FSDP2's collectives one row is drawn. Of 1F1B and its chunks
-each row is drawn under two of four policies, so that each policy has half of them. All others run in each run, such as
-those in which a well-known stack fails.
+The rows are in ``numbers/library.py``. They cover the cases that ``unit_tests/runtime/test_differential.py`` runs over
+the in-memory transport, and the cases that need real processes: torch's DistributedDataParallel and FSDP2 around
+stages. A run draws one row of each schedule, one of each schedule with split backwards, and one of each kind of FSDP2's
+collectives. It draws each row of 1F1B and interleaved 1F1B under two of the four policies, so that each policy has half
+of them. All other rows run each time, such as those in which a well-known stack fails.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def longer_results(request: pytest.FixtureRequest) -> dict[str, list[Compared]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONGER)
 def test_sharded_stages_of_longer_pipelines_do(longer_results: dict[str, list[Compared]], name: str) -> None:
-    """With the memory of whole stages that the plan counts. Two rows are drawn."""
+    """The memory of whole stages must be what the plan counts. Two rows are drawn."""
     assert_equal(library.ROWS[name], longer_results[name])
 
 

@@ -1,6 +1,7 @@
 """Megatron-core's own schedules, run with recording model chunks and hooks, write down the same lines as ours do.
 
-Each rank of theirs runs by itself, on a communicator that hands out zeros: where hooks fire depends on nothing else.
+Each rank of Megatron's schedules runs alone, on a communicator that returns zeros: other ranks do not change where
+hooks fire.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def cases() -> list[dict[str, Any]]:
 
 
 class ZerosCommunicator:
-    """Has the methods of Megatron's P2PCommunicator; what it receives is zeros."""
+    """Has the methods of Megatron's P2PCommunicator; all tensors that it receives are zeros."""
 
     def __init__(self, rank: int, size: int, config: Any) -> None:
         self.pp_group = ThreadGroup(rank, size)
@@ -78,7 +79,7 @@ def _like(shapes: Any, wanted: bool) -> Any:
 
 
 def run_megatron(schedules: Any, case: dict[str, Any], rank: int) -> list[str]:
-    """One step of one rank of Megatron's schedule for ``case``."""
+    """Run one step of one rank under Megatron's schedule for ``case``, and return the recorded lines."""
     log = HookLog()
     config = logged_config(
         log,
@@ -100,7 +101,7 @@ def run_megatron(schedules: Any, case: dict[str, Any], rank: int) -> list[str]:
 
 
 def megatrons_lines(case: Any) -> list[list[list[str]]]:
-    """Of each rank of each case."""
+    """Return the lines of each rank of each case."""
     from megatron.core.pipeline_parallel import schedules
 
     return [[run_megatron(schedules, case, rank) for rank in range(case["size"])] for case in cases()]

@@ -40,7 +40,7 @@ for command in ([], ["plan"], ["verify"], ["simulate"], ["advise"], ["draw"], ["
 
 
 class Installed(NamedTuple):
-    """The two archives, and a Python environment into which the wheel was installed and nothing else."""
+    """The two archives, and a Python environment in which only the wheel was installed."""
 
     sdist: Path
     wheel: Path
@@ -48,13 +48,13 @@ class Installed(NamedTuple):
     folder: Path  # an empty one, in which commands run
 
     def run(self, *command: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-        """The command in that environment. Its exit code must be ``code``."""
+        """Run the command in that environment, and assert that its exit code is ``code``."""
         done = called([self.python.parent / command[0], *command[1:]], self.folder)
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
     def show_libraries(self) -> None:
-        """Let the environment see the packages of this one, torch among them, behind its own."""
+        """Add this environment's packages, torch among them, behind those of that environment."""
         site = next(self.python.parents[1].glob("lib/python*/site-packages"))
         (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
 

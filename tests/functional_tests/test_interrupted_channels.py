@@ -1,5 +1,5 @@
-"""A rank that is interrupted while the channels of gloo are being made: its peer gets an error within p2p_timeout,
-though the process group's own timeout is much longer."""
+"""If a rank is interrupted while gloo's channels are being made, its peer gets an error within p2p_timeout, although
+the timeout of the process group is much longer."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ Change = tuple[str, Callable[["Program"], None]]
 
 @dataclass
 class Program:
-    """A rank of a training program: its model, and what it calls schedules with. ``made``: the steps of its calls."""
+    """A rank of a training program: its model and its arguments of schedules. ``made``: the steps of its calls."""
 
     library: Any
     state: Any  # Megatron's parallel_state, or the library's
@@ -71,7 +71,7 @@ class Program:
         run_step._executor = noted
 
     def make_groups(self) -> None:
-        """Where a call has failed amid its messages, as a program does that goes on."""
+        """Make the process groups again after a call that failed amid its messages, as a program that goes on does."""
         if self.ended:
             self.end()
             self.state.initialize_model_parallel(**self.sizes)
@@ -102,7 +102,7 @@ class Program:
         return losses
 
     def outcome(self) -> list[tuple[str, Any]]:
-        """What a call does, by name: its step, losses and gradients, or its error."""
+        """Call the schedule, and return by name the step, losses and gradients, or the error."""
         self.made.clear()
         parameters = [parameter for chunk in self.model for parameter in chunk.parameters()]
         for parameter in parameters:
@@ -127,7 +127,7 @@ class Program:
         ]
 
     def wrongly_taken_over(self, named: Change) -> list[str]:
-        """What a call behind a change does otherwise than a first one."""
+        """Return the differences of a call after the change from a first call."""
         self.build()  # a schedule of the change before may have converted the last one
         before = copy.copy(vars(self.config)), dict(self.arguments), self.model, dict(os.environ)
         (name, error), *_ = self.outcome()
@@ -175,7 +175,7 @@ def hook(*args: Any, **more: Any) -> Any:
 
 
 def other_values(name: str, value: Any, kind: Any) -> list[Any]:
-    """Other values than ``value`` of a field; some of them are impossible."""
+    """Return values of a field that differ from ``value``; some of them are impossible."""
     if name in SPECIAL:
         return SPECIAL[name]
     if isinstance(value, bool):
@@ -262,7 +262,7 @@ def misplace(program: Program) -> None:
 
 
 def files_of_a_call(program: Program) -> dict[str, str]:
-    """File of the package -> from where a call enters it first. What stands for a GPU is no file of a call."""
+    """Map each file of the package to the place where a call first enters it. Replacements of a GPU are left out."""
     root = str(Path(megatron_pp.__file__).parent) + os.sep
     found: dict[str, str] = {}
 
@@ -287,8 +287,8 @@ def files_of_a_call(program: Program) -> dict[str, str]:
 
 
 def checked(rank: int, size: int, installed: bool) -> dict[str, Any]:
-    """By the number of chunks: the files of a call, and the changes after which a call is not as a first one; then how
-    many calls there were, and how many of them took over."""
+    """Return, for one and for two chunks, the files of a call and the changes after which a call differs from a first
+    one; also the number of calls, and how many of them took over an earlier call's results."""
     library, state = the_library(installed)
     os.chdir(os.environ["FOLDER"])
     taken = noted_calls()
@@ -312,7 +312,7 @@ BLIND = ["pipeline_schedule", "hidden_size", "overlap_p2p_comm", "grad_sync_func
 
 
 def checked_blindly(rank: int, size: int) -> dict[str, list[str]]:
-    """Of each field of BLIND, if it alone is left out of what is compared: the changes that are found."""
+    """Return for each field of BLIND the changes that are found if the comparison leaves out that field alone."""
     library, state = the_library(False)
     read, found = kept_calls.Read, {}
     for name in BLIND:
@@ -347,7 +347,7 @@ def the_library(installed: bool) -> tuple[Any, Any]:
 
 
 def noted_calls() -> list[Any]:
-    """What each call from now on takes over."""
+    """Return a list to which each later call adds what it takes over."""
     taken: list[Any] = []
     theirs = kept_calls.taken_over
 

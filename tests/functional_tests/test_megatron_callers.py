@@ -1,5 +1,5 @@
-"""Callers of Megatron's schedules: wrappers of its own, and verl's and slime's ways, with several models in one process
-and forward-only calls between steps."""
+"""Programs that call Megatron's schedules: Megatron's own wrappers, and imitations of verl and slime, with several
+models in one process and forward-only calls between steps."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def hyper_connections_in_a_pipeline(case: Case) -> str:
 
 
 def test_hyper_connections_in_a_pipeline_are_refused_by_megatrons_config() -> None:
-    """Of a release that has them: no step of such a model reaches a schedule."""
+    """In a release that has hyper-connections, no step of such a model reaches a schedule."""
     said = in_megatrons_process(hyper_connections_in_a_pipeline)
     if said == "unknown":
         pytest.skip("this release of Megatron-core has none")

@@ -55,7 +55,7 @@ def test_they_are_those_of_one_process_but_for_rounding(facts: tuple[str, list[d
 
 
 def test_gradients_are_sent_before_the_last_weight_gradients(facts: tuple[str, list[dict[str, Any]]]) -> None:
-    """Those of the first layer's attention, which Megatron's schedule plans put behind the send."""
+    """They are those of the first layer's attention, which Megatron's schedule plans put after the send."""
     name, ranks = facts
     if name == "virtual stages":
         sending = [rank["delay_wgrad_compute"]["weight gradients to come at sends"] for rank in ranks]

@@ -1,4 +1,4 @@
-"""A rank that fails behind the schedule of a Megatron step is named by every other rank, soon, by its right number."""
+"""If a rank fails after the schedule of a Megatron step, all other ranks soon raise an error with its number."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SECONDS = PATIENCE + 12.0  # silence, the abort of other groups, and what a rank
 
 @pytest.fixture(scope="module")
 def found() -> list[list[Any]]:
-    """What the ranks of each case said."""
+    """Return the ranks' results of each case."""
     program = [sys.executable, "-W", "ignore", "-m", "tests.functional_tests.megatron_failures", json.dumps(CASES)]
     ran = subprocess.run(program, capture_output=True, text=True, timeout=60 + DEADLINE * len(CASES), check=True)
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]

@@ -19,7 +19,7 @@ from testkit.megatron.runner import run_jobs  # isort: skip
 
 
 def has_hybrid_model() -> bool:
-    """Whether this release has one: looks for its folder, since `find_spec` of a module imports its packages."""
+    """Return whether this release has one. Look for the folder, since `find_spec` imports the packages."""
     core = importlib.util.find_spec("megatron")
     return core is not None and any(
         Path(folder, "core", "models", "hybrid").is_dir() for folder in core.submodule_search_locations or ()

@@ -1,5 +1,5 @@
-"""Which gradients of Megatron-core's multi-latent attention are wrong under tensor parallelism, and that the CPU
-stand-in builds it so that only what is wrong with Transformer Engine too is wrong."""
+"""Which gradients of Megatron-core's multi-latent attention are wrong under tensor parallelism. The CPU stand-in must
+build the attention so that only gradients which are wrong with Transformer Engine are wrong."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def of_ranks() -> list[dict[str, Found]]:
 
 
 def wrong(of_ranks: list[dict[str, Found]], form: str, sequence: bool = False, mended: bool = False) -> list[set[str]]:
-    """Of each rank, what is not that of one process."""
+    """Return for each rank the names of gradients that differ from those of one process."""
     return [set(found[f"{form}, {sequence=}, {mended=}"] or ()) - {"sum of ranks"} for found in of_ranks]
 
 
 def test_each_rank_has_the_rotary_key_of_its_own_heads(of_ranks: list[dict[str, Found]]) -> None:
-    """And what flows on to the layers below has that too."""
+    """The gradient that goes on to the layers below has the same fault."""
     assert wrong(of_ranks, ENGINE) == [{"rotary rows", "input"}] * 2
     found = [one[f"{ENGINE}, sequence=False, mended=False"] or {} for one in of_ranks]
     assert found[0]["rotary rows"] + found[1]["rotary rows"] == pytest.approx(1.0, abs=1e-5)
@@ -38,7 +38,7 @@ def test_each_rank_has_the_rotary_key_of_its_own_heads(of_ranks: list[dict[str, 
 
 
 def test_sequence_parallelism_sums_it_with_whole_down_projections(of_ranks: list[dict[str, Found]]) -> None:
-    """As in recipes with Transformer Engine."""
+    """Recipes with Transformer Engine have this setting."""
     assert wrong(of_ranks, ENGINE, sequence=True) == [set()] * 2
 
 
@@ -60,7 +60,7 @@ def test_one_down_projection_crashes_or_leaves_it_out(of_ranks: list[dict[str, F
 def test_the_norm_of_queries_is_summed_once_more_without_sequence_parallelism(
     of_ranks: list[dict[str, Found]],
 ) -> None:
-    """Where it is a layer of its own: each rank has the whole gradient, and Megatron adds up those of all ranks."""
+    """If the norm is a layer by itself, each rank has the whole gradient, and Megatron adds up those of all ranks."""
     for one in of_ranks:
         assert (one[f"{PLAIN}, sequence=False, mended=False"] or {})["q_layernorm.weight"] == pytest.approx(2.0)
     assert wrong(of_ranks, PLAIN, mended=True) == [{"q_layernorm.weight"}] * 2

@@ -1,7 +1,7 @@
 """Megatron-core's pipelines of several modules under `install()`: equal to the last bit to its own schedule.
 
-For releases whose schedules have them, as the main branch: installed, or the checkout that the environment variable
-MEGATRON_CHECKOUT names.
+The tests need a Megatron whose schedules support them, such as the main branch: the installed one, or the checkout that
+the environment variable MEGATRON_CHECKOUT names.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def size_of(case: MegatronCase) -> int:
 
 
 def with_tensors(steps: list[Any]) -> list[Any]:
-    """The steps of a rank, with tensors in place of arrays."""
+    """Return the steps of a rank, with tensors in place of arrays."""
     return [
         (losses, {at: [t if t is None else torch.from_numpy(t) for t in own] for at, own in gradients.items()}, events)
         for losses, gradients, events in steps
@@ -78,7 +78,7 @@ def with_tensors(steps: list[Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    """By case, of each rank: the steps of Megatron's schedule and of the engine."""
+    """Return by case, for each rank, the steps of Megatron's schedule and of the engine."""
     outcomes: dict[str, list[Any]] = {}
     for size in sorted(set(map(size_of, CASES.values()))):
         names = [name for name, case in CASES.items() if size_of(case) == size]

@@ -27,8 +27,8 @@ CHOICES = dict(zip(POLICIES, [(1, 1, 1), (0, 1, 0), (1, 0, 0), (0, 0, 1)], stric
 
 
 def chosen_cases() -> list[Case]:
-    """Every policy on two cuts as it is by default, and there also forward-only. On the other two with tied embeddings
-    and the policy's choices, of which one takes the opposite ones."""
+    """Return the cases: on two cuts every policy with its defaults, in training and forward-only; on the other two cuts
+    with tied embeddings and the choices of the policy, one of them with the opposite choices."""
     cases = []
     for pp in (2, 4):
         for vp, policy in ((vp, policy) for vp in (None, 2) for policy in POLICIES):
@@ -80,7 +80,7 @@ def test_losses_and_gradients_equal_one_process(case: Case, outcomes: dict[Case,
 def test_the_tied_reference_is_that_of_one_shared_parameter(tmp_path: Path) -> None:
     """The reference keeps the two gradients of tied embeddings apart until the end.
 
-    But for rounding it is the shared one's.
+    Their sum equals the gradient of the shared parameter up to rounding.
     """
     apart = Case(model=TIED, engine="megatron", deallocate=False, split_tied=True)
     shared = dataclasses.replace(apart, split_tied=False)

@@ -1,4 +1,4 @@
-"""Plugging in and out of Megatron-core, what is handed back to it, and what is refused before anything is sent."""
+"""Installing and uninstalling the plug-in, steps that are handed back to Megatron, and refusals before any message."""
 
 from __future__ import annotations
 

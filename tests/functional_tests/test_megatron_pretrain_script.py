@@ -41,7 +41,7 @@ def test_both_engines_train_alike() -> None:
 
 
 def impossible_flags(case: Case) -> tuple[Any, str]:
-    """Exit code and error output of the script, in a process that has loaded Megatron-core already."""
+    """Return the exit code and error output of the script, in a process that has already loaded Megatron-core."""
     script = str(SCRIPTS / "pretrain_gpt_megatron.py")
     said = io.StringIO()
     with (

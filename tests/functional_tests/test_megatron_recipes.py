@@ -1,5 +1,5 @@
-"""docs/recipes/megatron.md: its program trains under ZB-H1, with the losses of Megatron's own schedule; and without a
-line of ours, by ``megatron-pp run``.
+"""The program of docs/recipes/megatron.md trains under ZB-H1 with the losses of Megatron's own schedule, and does so
+without a line of ours under ``megatron-pp run``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def code() -> str:
 
 @pytest.fixture(scope="module")
 def outputs(code: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PageOutput]]:
-    """What each rank gave, with our line and under Megatron's own schedule."""
+    """Return each rank's output, with our line and under Megatron's own schedule."""
     assert code.count(OUR_LINE) == 1
     assert code.count("cpu_stand_in.redirect()") == 1
     theirs = code.replace("cpu_stand_in.redirect()", "").replace(OUR_LINE, "megatron_core.uninstall()\n")
@@ -55,8 +55,8 @@ def test_the_program_has_the_losses_of_megatrons_schedule(outputs: dict[str, lis
 def test_an_unchanged_program_overlaps_without_virtual_stages(
     code: str, outputs: dict[str, list[PageOutput]], tmp_path: Path
 ) -> None:
-    """A flag goes before the file, the environment counts too, and the program's config stays as it is.
-    test_run_under_torchrun.py has torchrun itself."""
+    """Settings come from a flag before the file and from the environment; the program's config is not changed.
+    test_run_under_torchrun.py tests torchrun itself."""
     program = OUR_IMPORTS.sub("", code.replace(OUR_LINE, "")) + FIELDS
     assert "megatron_pp" not in program.replace("megatron_pp.tools.parity", "")
     (tmp_path / "train.py").write_text(program)

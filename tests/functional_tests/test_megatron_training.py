@@ -1,6 +1,6 @@
-"""Training steps of Megatron-core under this engine and under Megatron's own schedule: the same parameters and hooks.
+"""Training steps of Megatron-core under this engine and under its own schedule give equal parameters and hook calls.
 
-Megatron's data-parallel wrapper, its optimizers and its finalisation, several steps, evaluation in between.
+They include Megatron's data-parallel wrapper, its optimizers and its finalisation, with evaluation between steps.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def traces() -> dict[tuple[Case, str], Outcome]:
 
 
 def comparable(lines: list[str]) -> list[str]:
-    """Without the timers of single transfers (Megatron's communicator's), and without a no_sync around nothing.
+    """Return the lines without the timers of single transfers (Megatron's communicator has them) and without an empty
+    no_sync.
 
     Megatron enters no_sync in evaluation and never leaves it; ours does not enter it there.
     """
@@ -102,7 +103,7 @@ def comparable(lines: list[str]) -> list[str]:
 
 
 def _unless_as_many(match: re.Match[str]) -> str:
-    """All entered and left with nothing in between: nothing."""
+    """Return nothing for an empty no_sync: as many are left as were entered."""
     return "" if match[1].count("\n") == match[2].count("\n") else match[0]
 
 

@@ -1,4 +1,5 @@
-"""Megatron-core's own layers over Transformer Engine, switched to delay: both libraries' Python as it is, on the CPU.
+"""Megatron-core's layers over Transformer Engine, set to delay weight gradients. The Python of both libraries is
+unchanged and runs on the CPU.
 
 Megatron's config refuses ``delay_wgrad_compute`` for them, without which their ``backward_dw`` does nothing.
 """
@@ -56,7 +57,7 @@ def _losses(model: Any) -> list[Any]:
 
 
 def _differences(rank: int, size: int) -> dict[str, list[float]]:
-    """Per form: the largest difference of each gradient from that of the layers as built, and the largest gradient."""
+    """Return per form each gradient's largest difference from that of unchanged layers, and the largest gradient."""
     from megatron_pp.weight_grad import split_weight_grad
 
     warnings.simplefilter("ignore")

@@ -1,5 +1,5 @@
-"""Megatron-core's GPTModel with its stages in a V: what each chunk holds, parity with Megatron's own schedules and with
-one process, checkpoints from and to a loop, and what is refused.
+"""Megatron-core's GPTModel with its stages in a V: contents of chunks, parity with Megatron's own schedules and with
+one process, checkpoints from and to a loop, and refusals.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ ALONE = [
 
 
 def loop_of(case: Case) -> Case:
-    """The same training under Megatron's own schedule, where it is right on every release."""
+    """Return the same training under Megatron's own schedule, in a form that is right on every release."""
     safe = {"engine": "megatron", "policy": "plain", "deallocate": False}
     return dataclasses.replace(case, schedule=None, split_weight_grad=False, evaluate_between=False, **safe)
 
@@ -177,7 +177,7 @@ def test_a_place_is_left_as_it_was_found(facts: dict[str, Outcome]) -> None:
 
 
 def test_a_forward_step_asks_as_the_stage_of_its_chunk(facts: dict[str, Outcome]) -> None:
-    """By this, training scripts choose what a batch has to hold."""
+    """Training scripts choose the contents of a batch by this."""
     outcome = facts["forward_steps_see_their_stage"]
     assert outcome.status == "ok", outcome.message
     first, last = outcome.facts
@@ -225,7 +225,7 @@ def test_all_that_the_loss_function_reports_reaches_the_last_rank(facts: dict[st
 
 @pytest.mark.parametrize("name", [name for name in JOBS if name.startswith("logs")])
 def test_what_the_last_stage_logs_is_logged_on_the_last_rank(name: str, facts: dict[str, Outcome]) -> None:
-    """As in Megatron's loop, on every rank: to the bit."""
+    """The logged values equal those of Megatron's loop to the last bit."""
     outcome, case = facts[name], JOBS[name][1]
     assert outcome.status == "ok", outcome.message
     for loop, v in outcome.facts:

@@ -60,7 +60,7 @@ def _name(case: Case) -> str:
 
 
 def _split(case: Case) -> Case:
-    """With data parallelism `install()` converts the chunks, which are wrapped then, at the first step."""
+    """Return the case with split backwards. With data parallelism `install()` converts chunks at the first step."""
     schedule = "interleaved_zb" if case.vp else "zb_h1"
     by_script = case.dp == 1
     return dataclasses.replace(
@@ -111,7 +111,7 @@ CHECKS = "tests.functional_tests.megatron_layer_checks"
 
 
 def test_tensor_parallel_layers_in_every_form() -> None:
-    """Sequence parallelism, biases, fusion, experts and frozen weights, over two ranks."""
+    """The forms: sequence parallelism, biases, fusion, experts and frozen weights, on two ranks."""
     (outcome,) = run_jobs([Job(Case(tp=2), check=f"{CHECKS}:tensor_parallel_layers")], deadline=120)
     assert outcome.status == "ok", outcome.message
     assert len(outcome.facts[0]) == 2 * 3 * 2 * 2 * 4
@@ -119,7 +119,7 @@ def test_tensor_parallel_layers_in_every_form() -> None:
 
 
 def test_grouped_experts() -> None:
-    """Each product runs once: those of the outputs, of the input gradients in B, of the weight gradients in W."""
+    """Each product runs once: outputs in F, input gradients in B, weight gradients in W."""
     (outcome,) = run_jobs([Job(Case(), check=f"{CHECKS}:grouped_experts")], deadline=120)
     assert outcome.status == "ok", outcome.message
     if not outcome.facts[0]:

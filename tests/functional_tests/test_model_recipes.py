@@ -1,7 +1,7 @@
 """Each recipe of examples/recipes, made small, trains Megatron-core's own GPTModel under `install()` on gloo ranks:
 losses, gradients and parameters are those of Megatron's own schedule to the last bit.
 
-The flags that run are the recipe's. What is smaller is named here: sizes, the parallel layout, and what needs a GPU.
+The flags are the recipe's, except for those named here: sizes, the parallel layout, and flags that need a GPU.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_a_recipe_trains_as_under_megatrons_schedule(name: str, tmp_path: Path) 
 @pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_CHECKOUT names no checkout of Megatron-LM")
 @pytest.mark.parametrize("name", drawn(SMALL, 1))
 def test_megatrons_own_script_reads_the_flags_and_trains_alike(name: str, tmp_path: Path) -> None:
-    """By `megatron-pp parity`, which makes the sizes small itself, beside one process too."""
+    """`megatron-pp parity` runs it, makes the sizes small itself, and also compares with one process."""
     flags = Flags.read(flags_of(RECIPES / f"{name}.sh"))
     for flag, values in Flags.read(SMALL[name].split()).items:
         flags = flags.set(flag, " ".join(values))

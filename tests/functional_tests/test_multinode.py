@@ -1,4 +1,4 @@
-"""A pipeline across two "hosts", started by scripts/launch_multinode.sh on each; and the cable between them pulled."""
+"""A pipeline across two "hosts", started by scripts/launch_multinode.sh on each; their cable is unplugged, too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
 class Node:
-    """One host's launcher, and what it has said."""
+    """The launcher of one host, and its output."""
 
     def __init__(self, host: Host, rank: int, master: Host, folder: Path, flags: list[str]) -> None:
         # The interface is for the script to find.
@@ -42,7 +42,7 @@ class Node:
         return self.log.read_text()
 
     def wait_for(self, words: str, seconds: float = DEADLINE) -> float:
-        """Seconds until it has said ``words``; it fails the test if it ends before, or does not say it in time."""
+        """Wait until the output has ``words``; return the seconds. Fail after ``seconds``, or if the launcher ends."""
         start = time.monotonic()
         while words not in self.said:
             ended = self.process.poll() is not None
@@ -54,7 +54,7 @@ class Node:
 
 @contextmanager
 def training(folder: Path, *flags: str) -> Iterator[tuple[Node, Node, Cable]]:
-    """A run on two hosts, which ends with the context."""
+    """Run a training on two hosts until the context ends."""
     with ExitStack() as stack:
         left, right, cable = stack.enter_context(two_hosts())  # which kills what is left in them
         arguments = [*SHORT, *INTERLEAVED, "--eval-interval", "0", "--save-interval", "0"]
@@ -66,7 +66,7 @@ def training(folder: Path, *flags: str) -> Iterator[tuple[Node, Node, Cable]]:
 
 
 def test_two_hosts_train_as_one_also_when_the_cable_is_out_for_a_while(tmp_path: Path) -> None:
-    """Two seconds out; TCP sends again after 0.2, 0.4, 0.8, 1.6 and 3.2 s, so it goes on some seconds later."""
+    """The cable is out for 2 s. TCP sends again after 0.2, 0.4, 0.8, 1.6 and 3.2 s: the run goes on seconds later."""
     with training(tmp_path, "--train-steps", "40", "--p2p-timeout", "60") as (left, right, cable):
         left.wait_for("step 3/40")
         cable.cut()
@@ -85,7 +85,7 @@ def test_two_hosts_train_as_one_also_when_the_cable_is_out_for_a_while(tmp_path:
 
 
 def test_a_cable_that_stays_out_is_an_error_on_both_hosts(tmp_path: Path) -> None:
-    """Host 0 holds the store: what is left of it on host 1 cannot ask why, and raises all the same."""
+    """Host 0 has the store, so host 1 cannot read the cause there; it raises all the same."""
     timeout = 4.0
     with training(tmp_path, "--train-steps", "100000", "--p2p-timeout", str(timeout)) as (left, right, cable):
         left.wait_for("step 3/")

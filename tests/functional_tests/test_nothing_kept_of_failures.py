@@ -1,6 +1,6 @@
-"""What stays of a step that failed, with Python's cyclic collector off: no tensor, handle, traceback or thread of it.
+"""A failed step leaves no tensor, handle, traceback or thread, with Python's cyclic collector off.
 
-A program that catches the error and tries again on a GPU has no memory for a second step otherwise.
+Else a program on a GPU that catches the error and tries again would have no memory for a second step.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ Left = tuple[str, dict[str, int], list[str]]
 
 
 def left_of_each(rank: int, size: int, name: str, trials: list[tuple[Fault, bool]], folder: str) -> list[Left]:
-    """Of one fault after the other, each in process groups of its own."""
+    """Return what each fault leaves; each one has its own process groups."""
     found = []
     for number, (fault, closed) in enumerate(trials):
         store = dist.FileStore(f"{folder}/{number}", size)
@@ -128,7 +128,7 @@ def what_is_left(rank: int, size: int, name: str, fault: Fault, closed: bool) ->
 
 
 def _error_of(rank: int, size: int, name: str, fault: Fault, closed: bool, seen: list[StorageWeakRef]) -> str:
-    """Of this rank; the groups, and without ``closed`` the communicator, go when this returns."""
+    """Return this rank's error. The groups are freed on return; so is the communicator, unless it is ``closed``."""
     groups = [dist.new_group(list(range(first, first + SIZE))) for first in range(0, size, SIZE)]
     group, shards = groups[rank // SIZE], None
     if name in SHARDED:
@@ -139,7 +139,7 @@ def _error_of(rank: int, size: int, name: str, fault: Fault, closed: bool, seen:
 
 
 def _keeps_communicators(name: str) -> bool:
-    """Whether the communicators are kept for the program's process groups, and end with these."""
+    """Return whether communicators are kept for the program's process groups, and end with them."""
     return name.startswith(("modules", "torch's stages"))
 
 
@@ -150,9 +150,9 @@ def _threads() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for most, cases in KINDS for name in drawn(cases, most)])
 def test_nothing_of_a_step_that_failed_is_kept(name: str, tmp_path: Path) -> None:
-    """By an exception in forward or backward, a wrong shape, or an operation that takes too long, on the rank itself
-    and on its peer, which is aborted; with a communicator that is closed, and with one that is dropped. Both ranks have
-    each kind but a wrong shape, which the last rank sends to nobody.
+    """The faults are an exception in forward or backward, a wrong shape, and an operation that takes too long. The rank
+    with the fault and its peer, which is aborted, are checked, with a communicator that is closed and with one that is
+    dropped. Each rank has each fault, except for the wrong shape on the last rank, which sends no output.
     """
     turn = list(CASES).index(name)
     kinds = [EXCEPTION, BACKWARD] if turn % 2 else [EXCEPTION, DELAY if turn % 4 else SHAPE]

@@ -1,5 +1,5 @@
-"""What stays of a step that failed under ``install()``, with Python's cyclic collector off, as
-``test_nothing_kept_of_failures.py`` for the library."""
+"""A failed step under ``install()`` leaves nothing, with Python's cyclic collector off;
+``test_nothing_kept_of_failures.py`` checks the same for the library."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def shares(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Shares:
-    """Of both ranks the larger one: the sender reports 0."""
+    """Return the larger share of both ranks; the sender reports 0."""
     options: dict[str, Any] = {"timeout": DEADLINE}
     with pytest.MonkeyPatch.context() as patch:
         if transport == "gloo":
@@ -101,7 +101,7 @@ def assert_all_corrupted(shares: list[float], transport: str) -> None:
 
 @EACH_DTYPE
 def test_a_early_free_corrupts_unless_the_allocator_waits(transport: str, dtype: str, shares: Shares) -> None:
-    """On NCCL torch calls ``record_stream``, which its own allocator heeds: that says nothing about who frees early."""
+    """On NCCL torch calls ``record_stream``, so that its allocator waits, which hides an early free."""
     found = shares[f"a {dtype}"]
     if transport in HIDES_EARLY_FREES:
         assert found == [0.0] * len(found)
@@ -111,7 +111,7 @@ def test_a_early_free_corrupts_unless_the_allocator_waits(transport: str, dtype:
 
 @EACH_DTYPE
 def test_h_writing_after_the_send_corrupts_everywhere(transport: str, dtype: str, shares: Shares) -> None:
-    """The control: what shows that a fault between send and receive is seen at all."""
+    """The control, which shows that the program detects a fault between send and receive."""
     assert_all_corrupted(shares[f"h {dtype}"], transport)
 
 
@@ -127,8 +127,8 @@ _MICROBATCHES = 6
 
 
 def blocking_sends(plan: Plan, ranks: tuple[int, ...]) -> Plan:
-    """``plan`` with every send of ``ranks`` waited for where it is posted, and every receive posted where it is waited
-    for.
+    """Return ``plan`` in which ``ranks`` wait for each send where they post it, and post each receive where they wait
+    for it.
     """
     programs = [_blocking(p) if r in ranks else p for r, p in enumerate(plan.programs)]
     return Plan(plan.spec, plan.placement, tuple(programs), plan.orders)

@@ -1,5 +1,5 @@
-"""Wait handles over a real gloo group: waiting twice, ended by another thread, once the group is gone; and what is
-refused before anything is posted.
+"""Wait handles over a real gloo group: waiting twice, a wait that another thread ends, a wait after the group is
+destroyed, and refusals before an operation is posted.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def rank_main(rank: int, size: int) -> dict[str, object]:
 
 
 def _interrupt_a_small_send(rank: int) -> None:
-    """gloo does not wake who waits for a send to a connection that was just reset; such a wait can be ended all the
-    same, whatever the size of the message. The other rank takes it only after the wait has ended."""
+    """gloo does not wake a thread that waits for a send to a connection that was just reset. Another thread can end
+    such a wait all the same, whatever the size of the message. The other rank receives the message only after the wait
+    has ended."""
     transport = group_transport(dist.group.WORLD)
     message = torch.ones(3)
     assert [transport.unfinished_sends(2, size) for size in (0, 12, LARGE_BYTES - 1, LARGE_BYTES)] == [0, 16, 16, 0]
@@ -84,7 +85,7 @@ def _send_not_contiguous(rank: int, mine: P2PCommunicator) -> None:
 
 
 def _refuse_wrong_tensors(mine: P2PCommunicator) -> dict[str, object]:
-    """Nobody posts a receive: were anything posted, what follows would receive it."""
+    """No rank posts a receive here: if a send were posted, the next receive would get it."""
     seen: dict[str, object] = {}
     for name, value in {
         "float64": torch.ones(SHAPE, dtype=torch.float64),

@@ -1,4 +1,4 @@
-"""Random packings on two pipelines of four processes, over gloo: no hang, and the numbers of one process."""
+"""Random packings on two pipelines of four processes over gloo do not hang, and have the numbers of one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEEDS = sweeps.drawn(range(1000), 8)
 
 
 class GroupMeetings(Meetings):
-    """Context-parallel ranks are processes, which add up in a collective."""
+    """Context-parallel ranks that are processes, and add up in a collective."""
 
     def __init__(self, across: dist.ProcessGroup) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class GroupMeetings(Meetings):
 
 
 def differences(rank: int, size: int, seeds: list[int]) -> dict[int, float]:
-    """By seed, how far this rank's gradients, summed over its step's pipelines, are from those of one process, in units
-    of the largest gradient. A step on one pipeline runs on both."""
+    """Return by seed the difference of this rank's gradients, summed over the pipelines of its step, from those of one
+    process, in units of the largest gradient. A step for one pipeline runs on both."""
     pipeline, stage = divmod(rank, SIZE)
     lines = [dist.new_group([SIZE * k + r for r in range(SIZE)]) for k in range(2)]
     across = [dist.new_group([r, SIZE + r]) for r in range(SIZE)][stage]
@@ -60,7 +60,7 @@ def distance(grads: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tenso
 
 @pytest.mark.slow
 def test_random_packings_on_processes_neither_hang_nor_change_a_number() -> None:
-    """Eight, which are drawn of a thousand. All of them with MEGATRON_PP_EXHAUSTIVE=1."""
+    """A run draws eight of a thousand packings, or takes all with MEGATRON_PP_EXHAUSTIVE=1."""
     ranks = run_processes(differences, RANKS, (SEEDS,), timeout=60 + 6 * len(SEEDS), start_method="mixed")
     for seed in SEEDS:
         limit = 1e-12 if drawn(seed).pipelines > 1 else 0.0

@@ -1,7 +1,6 @@
-"""The programs on pages and in examples/ run as they stand there, and end with the numbers that they promise: the quick
-start, docs/migrating, docs/recipes/library.md, a Llama and attention residuals. All share a start of two processes, and
-those with replicas one of four. What commands made in the README and docs/ is up to date. test_printed.py runs the
-commands.
+"""The programs on pages and in examples/ run unchanged and end with the numbers that they promise: the quick start,
+docs/migrating, docs/recipes/library.md, a Llama and attention residuals. They share two processes; those with replicas
+share four. The parts of the README and of docs/ that commands make are up to date. test_printed.py runs the commands.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Outputs = dict[str, list[PageOutput]]
 
 
 def _quick_start() -> dict[str, str]:
-    """As it stands, and the first 10 of its 50 steps with the other schedule that it names."""
+    """Return the program unchanged, and with the other schedule that it names for the first 10 of its 50 steps."""
     example = code_blocks(QUICK_START)["example.py"]
     named = re.search(r'`(SCHEDULE = "\w+")`', (ROOT / QUICK_START).read_text())
     assert named is not None
@@ -41,7 +40,7 @@ def _quick_start() -> dict[str, str]:
 
 
 def _from_torch() -> dict[str, str]:
-    """The program of the page, and as the two lines change it."""
+    """Return the program of the page, and the program with the two changed lines."""
     page = "docs/migrating/from_torch.md"
     before = after = code_blocks(page)["before.py"]
     lines = code_blocks(page, "diff")["after.diff"].splitlines()
@@ -143,8 +142,8 @@ def test_blocks_that_skip_stages(outputs: Outputs) -> None:
 
 
 def _stages_of_ours() -> list[str]:
-    """Each call of ``megatron_pp.PipelineStage`` in the README, docs/ and examples/, with the file that has it. torch's
-    class of that name takes the stage's number as its second argument, and a device."""
+    """Return each call of ``megatron_pp.PipelineStage`` in the README, docs/ and examples/, with its file. torch's
+    class of the same name takes the stage's number as its second argument, and a device."""
     found = []
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*")]
     for file in (file for file in files if file.suffix in (".md", ".py", ".ipynb")):

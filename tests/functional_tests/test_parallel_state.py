@@ -1,6 +1,6 @@
-"""Groups made by real gloo processes, each used once, and the errors that every process raises by itself.
+"""Groups that real gloo processes make, each used once, and the errors that every process raises by itself.
 
-Every rank checks its own; all share one start of the processes.
+Every rank checks its own groups; all tests share the same processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GRIDS = [Grid(*sizes) for sizes in ((1, 1, 1, 4), (1, 1, 2, 2), (2, 1, 1, 2), (1
 
 
 def members(group: dist.ProcessGroup) -> list[int]:
-    """The members of a group, found with the group itself: each member adds its own bit."""
+    """Return the members of a group, found by a reduction over the group, to which each member adds its own bit."""
     total = torch.tensor(1 << dist.get_rank())
     dist.all_reduce(total, group=group)
     return [rank for rank in range(WORLD) if total.item() >> rank & 1]
@@ -69,7 +69,8 @@ def check_chunks(rank: int, placement: str, first: tuple[int, int], last: tuple[
 
 
 def check_misuse(rank: int) -> None:
-    """Ranks disagree about what is wrong, so an error that waited for peers would never come."""
+    """Check that each rank raises by itself. Ranks make different mistakes, so that an error which waited for peers
+    would not come."""
     if rank != 3:
         with pytest.raises(WorldSizeError, match="nearest: 3 or 6 processes"):
             state.initialize_model_parallel(pipeline_model_parallel_size=3)

@@ -1,4 +1,4 @@
-"""``megatron-pp parity`` on a script of Megatron-core's: layouts that are right, and a planted fault."""
+"""``megatron-pp parity`` on a script that uses Megatron-core: right layouts, and a planted fault."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> Answers:
-    """Of each command, its exit code and the object on standard output. The first one starts an interpreter, which
-    imports Megatron-core: that takes as long as what a command computes."""
+    """Return for each command its exit code and the object on standard output. Only the first command starts an
+    interpreter, since importing Megatron-core takes as long as the computation of a command."""
     script = str(SCRIPTS / "pretrain_gpt_megatron.py")
     (folder / "train.py").write_text(UNSYNCHRONISED.format(script=script))
     environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT)}

@@ -1,5 +1,5 @@
-"""``megatron-pp parity`` on scripts of all kinds: on Megatron's training loop, on loops of their own, and on those that
-cannot run. Megatron-LM's own package is not on PyPI: a small one with its functions takes its place.
+"""``megatron-pp parity`` on scripts of all kinds: with Megatron's training loop, with their own loops, and scripts that
+cannot run. Megatron-LM's training package is not on PyPI; a small one with its functions replaces it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Said:
 
 
 def parity(command: str, folder: Path, fault: str = "", starts: bool = False, **environment: str) -> Said:
-    """What `megatron-pp parity --json` says of a script, with the small training package beside Megatron-core.
-    ``starts``: in an interpreter of its own, which imports Megatron-core itself."""
+    """Run `megatron-pp parity --json` on a script, with the small training package next to Megatron-core, and return
+    the answer. ``starts``: run it in a new interpreter, which imports Megatron-core itself."""
     words = ["--json", *command.split()]
     given = {**os.environ, "PYTHONPATH": f"{PROJECT_ROOT}:{SMALL}", "PLANTED_FAULT": fault, **environment}
     if starts:
@@ -82,7 +82,7 @@ def test_megatrons_loop_is_right_under_both_schedules(tmp_path: Path) -> None:
     ),
 )
 def test_faults_outside_of_gradients_are_found(tmp_path: Path, fault: str, flags: str, first: str) -> None:
-    """Numbers that a training step leaves beside them, and data that flags ask for."""
+    """The faults are in other numbers of a training step, and in data that flags choose."""
     said = parity(flags, tmp_path, fault)
     assert (said.code, said.answer["verdict"]) == (1, "different")
     assert first in said.answer["first"]["operation"]
@@ -130,7 +130,7 @@ def test_nothing_is_found_without_a_fault(tmp_path: Path, flags: str) -> None:
     ),
 )
 def test_sizes_and_flags_that_the_script_refuses(tmp_path: Path, flags: str, words: str) -> None:
-    """Before they are made small, and in the script's words."""
+    """The script refuses them before the sizes are made small, and the answer has its words."""
     said = parity(flags, tmp_path)
     assert (said.code, said.answer["verdict"]) == (2, None)
     assert words in said.answer["error"]
@@ -140,7 +140,7 @@ def test_sizes_and_flags_that_the_script_refuses(tmp_path: Path, flags: str, wor
     "flags", [f"--nproc 2 {PRETRAIN} --lr 0.001 --micro-batch-size 1", f"{PRETRAIN} {SIZES} {TP2}"]
 )
 def test_defaults_that_depend_on_the_layout_are_those_of_the_layout(tmp_path: Path, flags: str) -> None:
-    """The batch of one process would be half, its vocabulary padded to less."""
+    """With the defaults of one process the batch would be half as large, and the padded vocabulary smaller."""
     said = parity(f"--shrink none --engine megatron {flags} --num-layers 2", tmp_path)
     assert (said.code, said.answer["first"]) == (0, None)
 
@@ -251,8 +251,8 @@ OF_GPT = {
 
 
 def test_a_hybrid_model_whose_layers_need_a_gpu(tmp_path: Path) -> None:
-    """Its specification has layers of Transformer Engine, and Mamba's kernels are Triton's. Megatron-core is imported
-    with the script here: without stand-ins for both it cannot be."""
+    """Its specification has layers of Transformer Engine, and Mamba's kernels need Triton. Here Megatron-core is
+    imported with the script, which needs stand-ins for both."""
     megatron = importlib.util.find_spec("megatron")
     folders = (megatron and megatron.submodule_search_locations) or ()
     if not any(Path(folder, "core", "models", "mamba", "mamba_layer_specs.py").exists() for folder in folders):

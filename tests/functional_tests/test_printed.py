@@ -1,8 +1,8 @@
-"""What the README, docs/, CONTRIBUTING and the examples' pages print for a reader to type, runs as printed.
+"""The commands and programs on the README, docs/, CONTRIBUTING and the examples' pages run as printed.
 
-The inspecting commands of a page run here one after the other in an empty folder, which has the files that the page
-names. Python runs here where it is whole, or where `printed_tables.FIRST` has what goes before it. Everything else is
-in a table: with the test that runs it, or with the reason why nothing here can.
+The inspecting commands of a page run here one after the other, in a folder with only the files that the page names. A
+Python block runs here if it is a whole program, or if `printed_tables.FIRST` has the lines before it. A table has
+everything else, with the test that runs it or the reason why no test here can.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def by_test(one: Printed) -> str | None:
 
 
 def is_elsewhere(one: Printed) -> bool:
-    """Whether a table says so."""
+    """Return whether a table says that another test runs it, or that no test can."""
     suite = one.language == "shell" and re.search(EVIDENCE[SUITE], one.text)
     return by_test(one) is not None or one.name in NOT_HERE or bool(suite)
 
@@ -87,7 +87,7 @@ def test_the_commands_of_a_page_run_one_after_the_other_in_an_empty_folder(
 
 
 def _prepare(folder: Path, commands: str) -> None:
-    """The files that commands name. The example takes ten of its 50 steps; test_pages.py runs them all."""
+    """Make the files that commands name. The example takes ten of its 50 steps; test_pages.py runs them all."""
     (folder / "examples").symlink_to(ROOT / "examples")
     if "example.py" in commands:
         program = code_blocks("docs/quick_start.md")["example.py"]
@@ -100,8 +100,8 @@ def _prepare(folder: Path, commands: str) -> None:
 
 
 def _in_this_process(command: str) -> tuple[int, str]:
-    """The exit code of a `megatron-pp` command and what it prints, which goes to a file where the command says so.
-    `advise` searches for a second; test_printed_numbers.py has its whole answer."""
+    """Run a `megatron-pp` command, and return its exit code and output; write the output to a file if the command does.
+    `advise` searches for a second here; test_printed_numbers.py checks its whole answer."""
     words = shlex.split(command)
     if words[1] == "advise" and "--budget-s" not in words:
         words[2:2] = ["--budget-s", "1"]
@@ -122,7 +122,7 @@ def test_python_on_a_page_runs(one: Printed, tmp_path: Path, monkeypatch: pytest
 
 
 def install_lines(case: Case) -> int:
-    """How many of the blocks under Megatron-core ran, page by page; nothing stays installed."""
+    """Run the blocks under Megatron-core, page by page, uninstall the plug-in, and return how many blocks ran."""
     from megatron_pp.integrations import megatron_core
 
     spaces: dict[str, dict[str, object]] = {}

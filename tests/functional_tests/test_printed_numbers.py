@@ -1,6 +1,6 @@
-"""Numbers that pages print are those of the command that the page names beside them; and answers and pictures that
-take seconds are what their command makes. test_printed.py runs the commands, and test_pages.py compares the other parts
-that commands make.
+"""Numbers on pages equal those of the command that the page names next to them; answers and pictures that take seconds
+equal the output of their command. test_printed.py runs the commands, and test_pages.py compares the other parts that
+commands make.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIMULATE = "megatron-pp simulate "
 
 
 def rows_behind(page: str, words: str) -> list[list[str]]:
-    """The first table behind ``words`` on the page, without its head."""
+    """Return the rows of the first table after ``words`` on the page, without its head."""
     _, found, rest = (ROOT / page).read_text(encoding="utf-8").partition(words)
     assert found, f"{page} does not say {words!r}"
     return table_in(rest)[1:]
@@ -47,7 +47,7 @@ def simulated(command: str) -> dict[str, object]:
 
 
 def named(page: str, start: str) -> str:
-    """The one command on the page that begins with ``start``: in a sentence, or as a block."""
+    """Return the one command on the page that begins with ``start``, in a sentence or as a block."""
     text = re.sub(r"\s*\\?\n\s*", " ", (ROOT / page).read_text(encoding="utf-8"))
     commands = re.findall(rf"`({re.escape(start)}[^`]*)`", text) or [
         one.text for one in printed(page) if one.text.startswith(start)
@@ -131,7 +131,7 @@ def test_bubbles_with_the_optimizer_bypass() -> None:
 
 @pytest.mark.parametrize("row", rows_behind("docs/cli.md", "## Large plans")[:2], ids=lambda row: " x ".join(row[:3]))
 def test_large_plans_have_as_many_instructions(row: list[str]) -> None:
-    """The two smaller ones; the others take as long as the page says."""
+    """This checks the two smaller plans; the others take as long as the page says."""
     ranks, chunks, microbatches = (int(cell) for cell in row[:3])
     shape = {"pipeline_size": ranks, "num_chunks": chunks, "num_microbatches": microbatches}
     plan = build_plan(PlanSpec("interleaved_1f1b", device=("one_queue", "any_wait"), **shape))
@@ -140,7 +140,7 @@ def test_large_plans_have_as_many_instructions(row: list[str]) -> None:
 
 @pytest.mark.parametrize("page", ["docs/bound.md", "docs/schedules.md"])
 def test_what_a_program_prints_stands_behind_its_line(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """``print(...)  # what it prints``, with or without words after a colon."""
+    """A line has the form ``print(...)  # the output``, with or without words after a colon."""
     programs = [one.text for one in printed(page) if one.language == "python" and "print(" in one.text]
     assert programs
     for program in programs:
@@ -150,7 +150,7 @@ def test_what_a_program_prints_stands_behind_its_line(page: str, capsys: pytest.
 
 
 def test_advise_answers_what_its_page_shows() -> None:
-    """The answer and the picture; up to 10 minutes on a busy machine, 15 s of CPU time."""
+    """Compare the answer and the picture, in 15 s of CPU time, or up to 10 minutes on a busy machine."""
     command = [sys.executable, str(ROOT / "scripts" / "page_answers.py"), "--check", "advise"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr

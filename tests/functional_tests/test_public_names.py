@@ -1,7 +1,7 @@
-"""What Megatron's ``schedules`` and ``p2p_communication`` export exists here under the same names, callable alike.
+"""The names that Megatron's ``schedules`` and ``p2p_communication`` export exist here, and take the same arguments.
 
-The signatures are those of the installed Megatron-core, read in another process; code written for Megatron can
-then be pointed at this package by changing its imports.
+The tests read the signatures of the installed Megatron-core in another process. So code for Megatron can use this
+package after a change of its imports.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parameters_of(function: Any) -> Parameters:
 
 
 def megatrons_names(case: Any) -> dict[str, Any]:
-    """Megatron's signatures, and some of its results."""
+    """Return Megatron's signatures, and some of its results."""
     from megatron.core.pipeline_parallel import p2p_communication as p2p
     from megatron.core.pipeline_parallel import schedules
 
@@ -68,7 +68,7 @@ def communicator(rank: int, size: int, virtual: int | None) -> Any:
 
 
 def numbers() -> list[tuple[tuple[int, int, int | None], tuple[Any, ...]]]:
-    """(rank, size, V) and (M, chunks, group size, forward_only, overlap_moe_expert_parallel_comm)."""
+    """Return (rank, size, V) with (M, chunks, group size, forward_only, overlap_moe_expert_parallel_comm)."""
     return [
         ((rank, size, virtual), (m, virtual or 1, group, forward_only, moe))
         for size in (1, 2, 4)
@@ -87,7 +87,7 @@ def megatron() -> dict[str, Any]:
 
 
 def check_accepts(ours: Any, theirs: Parameters) -> None:
-    """Raises TypeError or AssertionError where a call that suits ``theirs`` does not suit ``ours``."""
+    """Raise TypeError or AssertionError if a call that suits ``theirs`` does not suit ``ours``."""
     names = {name: name for name, *_ in theirs}
     positional = [name for name, kind, _ in theirs if kind == "POSITIONAL_OR_KEYWORD"]
     by_keyword = {name: name for name in names if name not in positional}
@@ -105,7 +105,7 @@ def test_functions_take_what_megatrons_take(megatron: dict[str, Any], name: str)
 
 @needs_megatron
 def test_the_communicators_methods_take_what_megatrons_take(megatron: dict[str, Any]) -> None:
-    """All that it has there, and it has the nine of Megatron-core 0.16."""
+    """Our communicator has all methods of Megatron's, among them the nine of Megatron-core 0.16."""
     assert len(megatron["methods"]) >= 10
     for name, parameters in megatron["methods"].items():
         check_accepts(getattr(megatron_pp.p2p_communication.P2PCommunicator, name), parameters)
@@ -115,7 +115,7 @@ def test_the_communicators_methods_take_what_megatrons_take(megatron: dict[str, 
 @needs_megatron
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_schedules_take_megatrons_keywords_and_no_others(megatron: dict[str, Any], name: str) -> None:
-    """Keywords alone there and here; the type of ``**arguments`` lists ours."""
+    """Both take keywords alone; the type of ``**arguments`` lists ours."""
     assert {kind for _, kind, _ in megatron[name]} == {"KEYWORD_ONLY"}
     assert [kind for _, kind, _ in parameters_of(getattr(megatron_pp.schedules, name))] == ["VAR_KEYWORD"]
     assert list(StepArguments.__annotations__) == [parameter for parameter, *_ in megatron[name]]

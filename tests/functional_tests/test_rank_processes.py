@@ -1,5 +1,5 @@
-"""``run_processes``: every rank's end is known within the deadline, whatever it is, and no process outlives it. Where
-ranks are forked; those that start an interpreter each take seconds, and one test has them.
+"""``run_processes`` reports the end of every rank within the deadline, and no process outlives the call. Ranks are
+forked here, except in one test: an interpreter for each rank takes seconds.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def is_preloaded(rank: int, size: int) -> bool:
 
 
 def test_ranks_are_forked_from_a_process_that_has_imported_what_they_run() -> None:
-    """Whatever is collected in this process: where a module sets another list at import, each rank imports for a
-    second."""
+    """This holds whatever other tests this process has. If a module set a different list when it is imported, each rank
+    would spend a second on imports."""
     assert run_processes(is_preloaded, 3, backend=None, start_method="mixed") == [True] * 3
 
 

@@ -1,4 +1,4 @@
-"""``megatron-pp run`` under torchrun: on a machine without a GPU, and where a rank fails."""
+"""``megatron-pp run`` under torchrun, on a machine without a GPU, and with a rank that fails."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_script_that_asks_for_gpus_runs_on_the_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", drawn([[], ["--cpu"]], 1))
 def test_torchrun_shows_the_error_of_the_rank_that_failed(tmp_path: Path, flags: list[str]) -> None:
-    """It ends the other ranks at once, and its report has the cause only where that is in its error file."""
+    """torchrun ends the other ranks at once, and reports the cause only if it is in the rank's error file."""
     ran = torchrun(tmp_path, FAILS, *flags)
     assert ran.returncode != 0
     _, found, report = ran.stderr.partition("Root Cause")

@@ -1,4 +1,4 @@
-"""scripts/soak.py in small: it runs, finds nothing, and writes its part of a page and no other."""
+"""A small run of scripts/soak.py finds no fault, and writes its own part of a page and no other part."""
 
 from __future__ import annotations
 

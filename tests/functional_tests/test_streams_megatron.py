@@ -1,7 +1,7 @@
-"""Megatron-core's GPTModel on virtual devices: no stream race, whole and with split backwards, and with Megatron's own
-forward and backward step.
+"""Megatron-core's GPTModel on virtual devices has no stream race, with whole and split backwards, and with Megatron's
+own forward and backward step.
 
-Nothing is redirected: its code sees ``torch.cuda``. In a process of its own, as Megatron's state is the process's.
+No call is redirected: its code uses ``torch.cuda``. It runs in its own process, since Megatron's state is global.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CASES = [
 
 
 def run_cases(rank: int, size: int) -> list[dict[str, Any]]:
-    """Each case, one after the other: the imports take most of the time."""
+    """Run all cases one after the other in one process, since imports take most of the time."""
     return [run_gpt(*case) for case in CASES]
 
 
 def set_up() -> None:
-    """Megatron's groups, of this process alone, and its random state."""
+    """Make Megatron's groups, with this process as the only member, and its random state."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -68,8 +68,8 @@ def gpt_config(policy: str, schedule: str) -> Any:
 
 
 def run_gpt(policy: str, schedule: str, split: bool, plugged_in: bool) -> dict[str, Any]:
-    """A step of a GPT of two layers, a rank each. The only process of its job: all groups but the pipeline's have one
-    member."""
+    """Take a step of a GPT of two layers, one on each rank. The job has one process, so that all groups but the
+    pipeline's have one member."""
     import torch
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

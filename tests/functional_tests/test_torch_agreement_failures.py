@@ -1,8 +1,8 @@
-"""A rank that dies, raises or hangs while the ranks of torch's stages agree on a step: every other rank gets an error
-that names it, in bounded time.
+"""If a rank dies, raises or hangs while the ranks of torch's stages agree on a step, every other rank gets an error
+with its name, in bounded time.
 
-The ranks agree in two places: on the batches, at the beginning of each step; and on what stages give each other, in the
-first step, for which each stage runs once on zeros.
+The ranks agree in two places: on the batches, when each step begins; and on the tensors between stages, in the first
+step, for which each stage runs once on zeros.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ FAULTS = ("raise", "exit", "os_exit", "kill", "stop")
 
 
 def fail_once(how: str) -> None:
-    """One that is stopped is killed later, when the others have their errors."""
+    """Fail this rank once, by ``how``. A stopped rank is killed later, when the others have their errors."""
     if how == "stop":
         subprocess.Popen(["/bin/sh", "-c", f"sleep {SECONDS + 5}; kill -KILL {os.getpid()}"])
     fail(how)
 
 
 class Microbatches(list[Any]):
-    """A list that fails when it is counted."""
+    """A list that fails its rank by ``how`` when its length is read."""
 
     how = ""
 
@@ -65,7 +65,7 @@ class Stage(torch.nn.Module):
 
 
 def steps_of_a_rank(rank: int, size: int, place: str, how: str, victim: int) -> tuple[int, str, float]:
-    """The step that ended with an error, the error, and the seconds that it took."""
+    """Return the number of the step that raised, the error, and its seconds."""
     here = rank == victim
     module = Stage(how if here and place == SHAPES else "")
     stage = PipelineStage(module, rank, size, torch.device("cpu"))

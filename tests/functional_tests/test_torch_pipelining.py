@@ -1,10 +1,10 @@
-"""torch's pipeline stages under our plans: the numbers of one process and the bits of torch's own runtime, with models
-of all kinds.
+"""torch's pipeline stages under our plans have the numbers of one process and the bits of torch's own runtime, with
+models of all kinds.
 
-The rows are in ``numbers/torch_stages.py``, ``numbers/odd_models.py`` and ``numbers/torch_runtime.py``. A part is
-drawn. In each run every odd model runs under a schedule that splits backwards, every schedule runs, and each of torch's
-schedules runs on two ranks. On four ranks, and with DistributedDataParallel, one with whole and one with split
-backwards does.
+The rows are in ``numbers/torch_stages.py``, ``numbers/odd_models.py`` and ``numbers/torch_runtime.py``. Each run draws
+some of them. In each run every unusual model runs under a schedule that splits backwards, every schedule runs, and each
+of torch's schedules runs on two ranks. On four ranks, and with DistributedDataParallel, one schedule with whole and one
+with split backwards runs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_numbers_of_odd_models_are_those_of_one_process(results: dict[str, list[
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STAGES)
 def test_so_they_are_under_torchs_schedules_tables_and_runtime(results: dict[str, list[Compared]], name: str) -> None:
-    """On two ranks and four, with DistributedDataParallel, torch's runtime with our plans and orders, and with stages
+    """The rows have two and four ranks, DistributedDataParallel, torch's runtime with our plans and orders, and stages
     that torch traces."""
     assert_equal(torch_runtime.ROWS[name], results[name])
 
@@ -102,7 +102,7 @@ def test_classes_by_name_tell_how_many_stages_a_rank_has() -> None:
 
 
 def test_a_module_that_imported_torchs_names_asks_here() -> None:
-    """As torchtitan does: it knows a V by the class."""
+    """torchtitan does so: it recognises a V by the class."""
     module = ModuleType("program")
     vars(module).update(get=schedules.get_schedule_class, V=schedules.ScheduleZBVZeroBubble, other=schedules.__name__)
     use_in(module, zbvzerobubble="v_half")

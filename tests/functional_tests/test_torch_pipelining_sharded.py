@@ -1,9 +1,9 @@
-"""torch's stages in ``fully_shard`` (FSDP2) under our plans: the numbers of one process, and the bits of torch's own
-runtime with FSDP2.
+"""torch's stages in ``fully_shard`` (FSDP2) under our plans have the numbers of one process, and the bits of torch's
+own runtime with FSDP2.
 
-The rows are in ``numbers/torch_stages.py`` and ``numbers/torch_runtime.py``. Drawn are the schedule that torch's
+The rows are in ``numbers/torch_stages.py`` and ``numbers/torch_runtime.py``. A run draws the schedule that torch's
 runtime runs too, two of torch's schedules with whole and two with split backwards, one of two schedules with nested
-modules, half of the odd models that FSDP2 can shard, and a row on pipelines of four ranks. Nested modules, mixed
+modules, half of the unusual models that FSDP2 can shard, and a row on pipelines of four ranks. Nested modules, mixed
 precision and stages of one replica run in each run.
 """
 

@@ -1,7 +1,8 @@
-"""The released torchtitan (0.3) with its Llama debug model: its pipeline with torch's classes and with ours, two ranks.
+"""The released torchtitan (0.3) with its Llama debug model on two ranks: its pipeline with torch's classes and ours.
 
-Skipped where torchtitan is not installed: ``pip install torchtitan==0.3.0``, with torch 2.15. What wants a GPU is left
-out: its trainer, and its attention (flex, varlen), in whose place the model has torchtitan's ScaledDotProductAttention.
+The tests are skipped if torchtitan is not installed (``pip install torchtitan==0.3.0``, with torch 2.15). They leave
+out the parts that need a GPU: its trainer, and its attention (flex, varlen), which torchtitan's
+ScaledDotProductAttention replaces.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MICROBATCHES, LENGTH, VOCABULARY = 8, 16, 2048
 
 
 def _pipeline(name: str) -> tuple[Any, list[Any]]:
-    """torchtitan's schedule of the debug model, and this rank's parts of the model, which its FSDP2 wraps."""
+    """Return torchtitan's schedule of the debug model, and this rank's parts of the model, in torchtitan's FSDP2."""
     config_of, parallel, llama, pipelines, attention = map(
         importlib.import_module,
         (
@@ -68,7 +69,7 @@ def _pipeline(name: str) -> tuple[Any, list[Any]]:
 
 
 def _trained(name: str, ours: bool) -> list[Tensor]:
-    """Losses and gradients of two steps, called as torchtitan's trainer does."""
+    """Take two steps as torchtitan's trainer does, and return losses and gradients."""
     schedule, parts = _pipeline(name)
     assert isinstance(schedule, PlanSchedule) == ours
     stages = getattr(schedule, "_stages", None) or [call.stage for call in getattr(schedule, "calls", ())]
@@ -105,7 +106,7 @@ def _compared(rank: int, size: int) -> dict[str, float]:
 
 
 def test_losses_and_gradients_are_those_of_torchs_classes() -> None:
-    """To the bit, but under LoopedBFS, whose backwards torch runs from the last microbatch to the first."""
+    """They have equal bits, except under LoopedBFS, whose backwards torch runs from the last microbatch on."""
     for found in run_processes(_compared, 2, timeout=900, environment={"LOCAL_RANK": "0"}):
         assert found.pop("LoopedBFS") < 1e-6
         assert found == dict.fromkeys(found, 0.0)

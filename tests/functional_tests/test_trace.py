@@ -1,4 +1,4 @@
-"""Tracing real processes over gloo: one run number, one file per rank, mergeable, also with several pipelines."""
+"""Traces of real processes over gloo: one run number, one file per rank, and merging, also with several pipelines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = 0.005
 
 
 class SleepingBlock(ToyBlock):
-    """Stage s takes s + 1 times SECONDS."""
+    """A stage that takes (s + 1) * SECONDS, where s is its number."""
 
     def __init__(self, stage):
         super().__init__(stage)
@@ -37,7 +37,7 @@ class SleepingBlock(ToyBlock):
 
 
 def train_rank(rank, size, folder, pipelines=1, policy="overlap", traced=(), measured=()):
-    """A few steps of the toy model; ranks form ``pipelines`` pipelines, interleaved as data parallelism does it."""
+    """Take a few steps of the toy model. Ranks form ``pipelines`` pipelines, in turn as with data parallelism."""
     groups = [dist.new_group(list(range(k, size, pipelines))) for k in range(pipelines)]
     one = rank_of(
         1,
@@ -113,7 +113,7 @@ def test_tracing_or_measuring_on_some_ranks_alone_is_an_error_not_a_hang(tmp_pat
 
 
 def fail_while_links_are_timed(rank, size, folder):
-    """Rank 1 fails there; what each rank raises."""
+    """Fail rank 1 while links are timed, and return the error of each rank."""
     fault = mock.patch.object(measuring, "measure_links", side_effect=ValueError("no link"))
     raised = ValueError if rank == 1 else PipelinePeerError
     with fault if rank == 1 else contextlib.nullcontext(), pytest.raises(raised, match="no link"):

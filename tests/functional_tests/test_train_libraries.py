@@ -1,7 +1,8 @@
-"""Layers from Transformer Engine, and norms and the optimizer from apex: what is chosen and how it is called. The
-layers are Transformer Engine's own on the CPU, apex is a stand-in; both as they are where a GPU is there, at the end.
+"""Layers from Transformer Engine, and norms and the optimizer from apex: which are chosen, and how they are called. The
+layers are Transformer Engine's own on the CPU, and a stand-in replaces apex. Tests at the end use both unchanged if
+there is a GPU.
 
-The program runs in a process of its own, in which a GPU is claimed to be there.
+The program runs in its own process, which claims to have a GPU.
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ RUNS: dict[str, list[str]] = {
 
 
 class Claimed:
-    """ "auto" looks for fused libraries where the device is a GPU; here it is said to be one, and tensors stay on the
-    CPU."""
+    """A device that claims to be a GPU, on which "auto" looks for fused libraries; its tensors stay on the CPU."""
 
     type = "cuda"
 
@@ -61,7 +61,7 @@ class Writer(checkpoint._Writer):
 
 
 def train_all(rank: int, size: int, folder: Path, runs: dict[str, list[str]]) -> dict[str, Any]:
-    """Of each run: exit code, calls of Transformer Engine's layers, output, losses. In a process of its own."""
+    """Return for each run its exit code, calls of Transformer Engine's layers, output and losses."""
     os.chdir(folder)
     sys.path.insert(0, str(write(folder / "path")))
     choose, found = libraries.choose_libraries, {}
@@ -107,7 +107,8 @@ def test_what_was_taken_is_said(results: dict[str, Any]) -> None:
 
 
 def test_all_take_the_steps_of_torchs_own(results: dict[str, Any]) -> None:
-    """Not to the bit: they add in another order, and Transformer Engine's GELU is the tanh form."""
+    """The steps are not equal to the last bit: additions are in a different order, and Transformer Engine's GELU is the
+    tanh form."""
     expected = results["torch"]["losses"]
     assert len(expected) == 2
     for name in ("auto", "apex", "te", "te split", "te fp8", "te fp8 checkpointed"):
@@ -115,7 +116,7 @@ def test_all_take_the_steps_of_torchs_own(results: dict[str, Any]) -> None:
 
 
 def test_a_resumed_run_goes_on_counting_steps(results: dict[str, Any]) -> None:
-    """apex counts them per group of parameters, which checkpoints do not hold."""
+    """apex counts steps per group of parameters, and checkpoints do not hold these counts."""
     assert (results["resumed"]["code"], len(results["whole"]["losses"])) == (0, 4)
     assert results["resumed"]["losses"] == results["whole"]["losses"]
 
@@ -125,7 +126,7 @@ def test_without_fp8_no_layer_gets_a_microbatch_mark(results: dict[str, Any]) ->
 
 
 def test_under_fp8_the_first_microbatch_of_each_step_is_marked(results: dict[str, Any]) -> None:
-    """Two layers of three modules; validation, two steps of three microbatches, validation."""
+    """Two layers have three modules each. A run has a validation, two steps of three microbatches, and a validation."""
     calls = results["te fp8"]["calls"]
     assert {fp8 for _, _, fp8 in calls} == {"DelayedScaling HYBRID"}
     flags = [first for kind, first, _ in calls if kind == "LayerNormLinear"]

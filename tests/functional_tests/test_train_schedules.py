@@ -1,7 +1,6 @@
-"""The training program with schedules of every kind, split backwards and placements included: the steps of 1F1B.
+"""The training program takes the steps of 1F1B under schedules of every kind, with split backwards and all placements.
 
-One start of the processes runs them all in turn, in one process group. ``MEGATRON_PP_EXHAUSTIVE=1`` runs every
-schedule.
+The same processes run all schedules in turn, in one process group. ``MEGATRON_PP_EXHAUSTIVE=1`` runs every schedule.
 """
 
 from __future__ import annotations
@@ -56,21 +55,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "name", [*(name for name in RUN if name not in ("1f1b", *SLICED, *SPLIT_OUTPUT)), *FILES, "one chunk"]
 )
 def test_every_schedule_takes_the_steps_of_1f1b(name: str, folder: Path) -> None:
-    """Losses, gradient norms and validation losses, to the last bit."""
+    """Losses, gradient norms and validation losses are equal to the last bit."""
     expected = numbers(folder / "runs" / "1f1b")
     assert len(losses(folder / "runs" / "1f1b")) == STEPS
     assert numbers(folder / "runs" / name) == expected
 
 
 def test_slices_take_the_steps_of_1f1b_but_for_rounding(folder: Path) -> None:
-    """And the same ones, to the last bit, whatever the schedule of slices."""
+    """All schedules of slices take equal steps, to the last bit."""
     runs = [numbers(folder / "runs" / name) for name in (*SLICED, "slices")]
     assert runs == [runs[0]] * len(runs)
     assert losses(folder / "runs" / SLICED[0]) == pytest.approx(losses(folder / "runs" / "1f1b"), rel=1e-5)
 
 
 def test_a_split_output_layer_takes_the_steps_of_1f1b_but_for_rounding(folder: Path) -> None:
-    """Tied to the embedding, as it is unless asked otherwise."""
+    """The output layer is tied to the embedding, which is the default."""
     expected = numbers(folder / "runs" / "1f1b")
     for name in SPLIT_OUTPUT:
         assert losses(folder / "runs" / name) == pytest.approx(losses(folder / "runs" / "1f1b"), rel=1e-5)

@@ -1,4 +1,4 @@
-"""The training script under its launcher: it learns, continues exactly, ends cleanly, and says what is wrong."""
+"""The training script under its launcher learns, continues exactly, ends cleanly, and reports what is wrong."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PATIENCE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}
 
 
 def run_train_sh(folder: Path, *flags: str) -> tuple[int, str]:
-    """``scripts/train.sh`` in ``folder``, to its end. Returns the exit code and all output."""
+    """Run ``scripts/train.sh`` in ``folder`` to its end, and return the exit code and all output."""
     command = ["bash", str(ROOT / "scripts" / "train.sh"), *flags]
     environment = {**os.environ, **PATIENCE, "MEGATRON_PP_PYTHON": sys.executable}
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -64,8 +64,8 @@ def run_train_sh(folder: Path, *flags: str) -> tuple[int, str]:
 
 
 class Launch:
-    """``scripts/launch.py`` with two ranks of a script, in a process that has torch already: half of a launcher's CPU
-    time. Its ranks are started as ever. It ends with the context, and at the latest at the deadline."""
+    """Runs ``scripts/launch.py`` with two ranks of a script, in a process that has already imported torch, which saves
+    half of a launcher's CPU time. Its ranks start as usual. It ends with the context, or at the deadline."""
 
     def __init__(self, folder: Path, *script_and_flags: str, restarts: int = 0) -> None:
         flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
@@ -91,14 +91,14 @@ class Launch:
             time.sleep(0.05)
 
     def end(self) -> tuple[int, str]:
-        """The exit code and all output."""
+        """Wait for the end, and return the exit code and all output."""
         self.process.join(max(0.0, self.until - time.monotonic()))
         assert self.process.exitcode is not None, self.output.read_text()
         return self.process.exitcode, self.output.read_text()
 
 
 def be_launcher(command: Sequence[str], folder: Path, output: Path) -> None:
-    """The body of the process: a session of its own, as at a terminal, and all output in a file."""
+    """Run the launcher in this process, in its own session, as at a terminal, with all output in a file."""
     os.setsid()
     os.chdir(folder)
     with open(output, "wb") as file:
@@ -110,7 +110,7 @@ def be_launcher(command: Sequence[str], folder: Path, output: Path) -> None:
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """The processes that a launcher has started, by rank."""
+    """Return the processes that a launcher has started, by rank."""
     ranks = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -126,7 +126,7 @@ OF_THE_MACHINE = ("tokens_per_second", "bubble", "peak_memory_gib", "mfu")
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
-    """All metrics that do not depend on the machine's speed."""
+    """Return all metrics that do not depend on the machine's speed."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in OF_THE_MACHINE} for line in lines]
 
@@ -136,7 +136,7 @@ def losses(folder: Path, name: str = "loss") -> list[float]:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint, as torch's own tools read them."""
+    """Return all tensors of a checkpoint, as torch's own tools read them."""
     with tempfile.NamedTemporaryFile() as file:
         dcp_to_torch_save(checkpoint, file.name)
         return torch.load(file.name, weights_only=True)
@@ -144,9 +144,9 @@ def tensors_of(checkpoint: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps of train.sh's two ranks with two chunks each, with dropout and a checkpoint after the fourth.
+    """Train eight steps by train.sh on two ranks with two chunks each, with dropout and a checkpoint after the fourth.
 
-    Started in another directory, in which the text lies, under a relative path.
+    It starts in a different directory, which has the text, and gives the text's relative path.
     """
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "texts").mkdir()
@@ -192,7 +192,7 @@ def test_a_run_leaves_metrics_a_plot_and_checkpoints(trained: Path) -> None:
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(trained: Path) -> None:
-    """Losses, gradient norms, weights and optimizer; dropout is on."""
+    """Losses, gradient norms, weights and the optimizer's state are compared; dropout is on."""
     expected, kept = numbers(trained), tensors_of(trained / "checkpoints" / "step-00000008")
     train(2, ROOT, ["--resume", str(trained / "checkpoints" / "step-00000004")])
     assert numbers(trained) == expected
@@ -221,9 +221,10 @@ CUT_OTHERWISE = {
 
 
 def test_a_run_goes_on_with_other_ranks_chunks_schedule_and_replicas(trained: Path, tmp_path: Path) -> None:
-    """From step 4 of 2 ranks x 2 chunks, with dropout: the losses and the norms of the uninterrupted run, to the bit.
+    """Go on from step 4 of 2 ranks x 2 chunks, with dropout: losses and norms equal the uninterrupted run's, to the
+    bit.
 
-    Replicas add the gradients of the microbatches in another order.
+    Replicas add the gradients of microbatches in a different order.
     """
     expected, runs = numbers(trained), defaultdict(list)
     for name, (ranks, flags) in CUT_OTHERWISE.items():
@@ -306,7 +307,7 @@ def test_a_run_is_alone_in_its_folder_and_ends_with_its_launcher(tmp_path: Path)
 
 
 def wait_for_end(processes: Sequence[int]) -> None:
-    """Until the processes have ended; they are waited for by whoever is their parent then."""
+    """Wait until the processes have ended; their parents at that time reap them."""
     deadline = time.monotonic() + 60
     while left := [pid for pid in processes if state_of(process_of(pid)) in (ALIVE, STOPPED)]:
         assert time.monotonic() < deadline, f"processes {left} train on without their launcher"
@@ -315,8 +316,8 @@ def wait_for_end(processes: Sequence[int]) -> None:
 
 def test_ranks_start_again_after_a_kill_and_end_with_an_error(trained: Path) -> None:
     """A rank is killed in step 6, after the checkpoint of step 4. The ranks start again and repeat the undisturbed run;
-    dropout is on. The last validation raises on one rank, and no start is left. The output then has the error with its
-    stack, the other rank's error, which names the first rank, and a last line that does: at most 30 lines.
+    dropout is on. The last validation raises on one rank, and no restart is left. Then the output has at most 30 lines:
+    the error with its stack, the other rank's error, which names the first rank, and a last line that names it, too.
     """
     folder = trained.parent
     flags = [*SMALL, *INTERLEAVED, "--train-steps", "8", "--save-interval", "4", "--hidden-dropout", "0.1"]
@@ -363,7 +364,7 @@ def test_bad_input_is_reported_once_and_ends_the_run(tmp_path: Path) -> None:
 
 
 def bad_input(rank: int, size: int, folder: Path) -> tuple[int, str]:
-    """The program's exit code on one rank, as under the launcher, and all that it prints."""
+    """Run the program on one rank as under the launcher, and return its exit code and output."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / str(rank) / "error.json")
     os.chdir(folder)

@@ -1,4 +1,4 @@
-"""``--trace`` of the training script: the timeline of the chosen steps lies beside the metrics, whole and readable."""
+"""``--trace`` of the training script writes the whole timeline of the chosen steps next to the metrics, readable."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, TracedRun]:
-    """Four steps, of which the second and the last are traced, and two are measured: the folder, the output, and what
-    was recorded."""
+    """Take four steps, trace the second and last, measure two. Return the folder, the output and the recorded trace."""
     folder = tmp_path_factory.mktemp("traced")
     flags = [*SHORT, *INTERLEAVED, "--train-steps", "4", "--eval-interval", "0", "--trace", "2,4", "--run-dir", "run"]
     output = train(RANKS, folder, [*flags, "--measure", "2"])
@@ -96,7 +95,7 @@ def test_the_chrome_trace_and_the_page_have_every_instruction_of_both_steps(
 
 
 def expected(recorded: TracedRun, rank: int, ops: Any) -> list[str]:
-    """The instructions of ``rank`` in both steps, as printed."""
+    """Return the instructions of ``rank`` in both steps, as printed."""
     return [str(at) for step in recorded.steps for at in recorded.plan(step).programs[rank] if at.op in ops]
 
 

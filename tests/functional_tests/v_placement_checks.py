@@ -30,7 +30,7 @@ from testkit.megatron.cases import Case
 
 
 def contents(case: Case) -> list[dict[str, Any]]:
-    """What each chunk of this rank holds."""
+    """Return the contents of each chunk of this rank."""
     lab.set_up_parallel_state(case)
     config = lab.make_config(case)
     return [
@@ -108,7 +108,7 @@ def a_place_is_seen_and_left_again(case: Case) -> None:
 
 
 def tied_weights_start_equal(case: Case) -> list[bool]:
-    """On the rank of the first and the last stage, as Megatron initialises them."""
+    """Return whether tied weights start equal on the rank of the first and last stage, as Megatron initialises them."""
     lab.set_up_parallel_state(case)
     config = lab.make_config(case)
     with megatron_core.installed():
@@ -128,7 +128,7 @@ def tied_weights_start_equal(case: Case) -> list[bool]:
 
 
 def wrong_placements_are_errors(case: Case) -> list[str]:
-    """In words, the same on every rank."""
+    """Return the errors as text; they are the same on every rank."""
     loop, messages = dataclasses.replace(case, schedule=None), []
 
     def refused(what: Any) -> None:
@@ -151,8 +151,9 @@ def wrong_placements_are_errors(case: Case) -> list[str]:
 
 
 def _save(run: lab.Run, folder: str) -> None:
-    """Megatron writes from child processes, which the daemons that ranks are here may not have, logs their memory with
-    psutil, and holds their queue in a process that it leaves behind, which imports torch.
+    """Save a checkpoint without child processes. Megatron writes from child processes, which ranks may not have here
+    since they are daemons. It also logs their memory with psutil, and holds their queue in a process that imports torch
+    and is never ended.
     """
     if dist.get_rank() == 0:
         os.makedirs(folder)
@@ -187,7 +188,7 @@ def _forget(run: lab.Run) -> None:
 
 
 def checkpoints_go_from_a_loop_to_a_v_and_back(case: Case) -> dict[str, Any]:
-    """1F1B trains a step and saves; the V loads, trains and saves; 1F1B loads that. Compared with 1F1B alone."""
+    """Train a step under 1F1B and save; load, train and save in a V; load that under 1F1B. Compare with 1F1B alone."""
     loop = dataclasses.replace(case, vp=None, schedule=None)
     with tempfile.TemporaryDirectory() as folder:
         folders: list[Any] = [[f"{folder}/{name}" for name in ("loop", "v")]]
@@ -217,7 +218,8 @@ def checkpoints_go_from_a_loop_to_a_v_and_back(case: Case) -> dict[str, Any]:
 
 
 def forward_steps_see_their_stage(case: Case) -> list[list[Any]]:
-    """Of each chunk: whether it is on the first and on the last rank, as a forward step of a training script asks."""
+    """Return for each chunk its number and what Megatron's `is_pipeline_first_stage` and `is_pipeline_last_stage` tell
+    a training script's forward step."""
     seen: dict[int, list[Any]] = {}
 
     def forward_step(per_token: bool, data_iterator: Any, model: torch.nn.Module) -> Any:
@@ -234,7 +236,7 @@ def forward_steps_see_their_stage(case: Case) -> list[list[Any]]:
 
 
 def the_schedule_of_install_decides(case: Case) -> list[Any]:
-    """For a config that names none: what this rank's chunks are, and how many losses it has."""
+    """Return this rank's chunks and its number of losses under a config that names no schedule."""
     with megatron_core.installed(pipeline_schedule=case.schedule):
         run = lab.Run(dataclasses.replace(case, schedule=None))
         run.step(0)
@@ -243,7 +245,7 @@ def the_schedule_of_install_decides(case: Case) -> list[Any]:
 
 
 def reports_reach_the_last_rank(case: Case) -> list[str]:
-    """Reports of several kinds, as text."""
+    """Return reports of several kinds, as text."""
 
     def forward_step(per_token: bool, data_iterator: Any, model: torch.nn.Module) -> Any:
         output, loss_func = original(per_token, data_iterator, model)
@@ -261,8 +263,8 @@ def reports_reach_the_last_rank(case: Case) -> list[str]:
 
 
 def logs_of_loop_and_v(case: Case) -> list[Any]:
-    """What Megatron's training loop would log on this rank after two steps, under its own schedule and in a V: of
-    further tokens, of experts, and of a dict of the program's own."""
+    """Return what Megatron's training loop would log on this rank after two steps, under its own schedule and in a V:
+    the values of further tokens, of experts, and of a dict of the program."""
     own: dict[str, Any] = {}
     log_on_last_rank("of the test", own)
     loop = dataclasses.replace(case, schedule=None, policy="plain", deallocate=False)
@@ -270,7 +272,7 @@ def logs_of_loop_and_v(case: Case) -> list[Any]:
 
 
 def _logged(case: Case, own: dict[str, Any]) -> dict[str, Any]:
-    """Each step's, as a training loop reads it."""
+    """Return the logged values of each step, read as a training loop reads them."""
 
     def forward_step(per_token: bool, data_iterator: Any, model: torch.nn.Module) -> Any:
         output, loss_func = original(per_token, data_iterator, model)
@@ -323,8 +325,8 @@ def what_cannot_be_sent_is_an_error_on_both_ranks(case: Case) -> str:
 
 
 def steps_after_uninstall(case: Case) -> list[str]:
-    """What each chunk raises in a model in a V when the engine is not installed any more; then, when it is again. Rank
-    0 has the first stage, and calls Megatron's schedule."""
+    """Return the error of each chunk of a model in a V after the engine is uninstalled, then after it is installed
+    again. Rank 0, which has the first stage, calls Megatron's schedule."""
     found = []
     with megatron_core.installed(any_microbatch_count=True):
         run = lab.Run(case)

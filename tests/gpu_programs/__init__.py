@@ -1,1 +1,1 @@
-"""What runs the programs for GPUs on virtual devices, with every line of them counted."""
+"""Runs the programs for GPUs on virtual devices, and records which of their lines run."""

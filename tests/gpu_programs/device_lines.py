@@ -1,15 +1,14 @@
 """Which lines of the project run only on a GPU or over NCCL, found in its syntax, and which of them a program runs.
 
-A line is one of the device's where it
+A line belongs to the device if it
 
 * names CUDA, NCCL or NVTX (strings and attributes count; docstrings, imports and annotations do not);
 * stands in the branch of a condition on the device (``backend == "nccl"``, ``is_cuda``, ``on_gpu``, ...), also after an
   ``if`` for other devices that returns;
 * stands in a function or class that is named after the device, or that calls ``torch.cuda`` whatever comes;
-* is of ``scripts/gpu_day``, which is there for a first day on GPUs.
+* is in ``scripts/gpu_day``, the programs for a first day on GPUs.
 
-Lines outside functions run wherever a module is imported; the branch of a condition that only other devices get to is
-not the device's.
+Lines outside functions do not: they run wherever a module is imported. Nor does a branch that only other devices reach.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from types import CodeType, ModuleType
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("megatron_pp", "scripts", "examples", "benchmarks")
 _ON_THE_FIRST_DAY = ROOT / "scripts" / "gpu_day"  # nothing of it runs for the first time on a GPU
-# What answers for a device where there is none.
+# Code that replaces a device on machines without one.
 _PARITY = ROOT / "megatron_pp" / "tools" / "parity"
-_CHECK = ROOT / "megatron_pp" / "tools" / "check"  # looks at jobs on machines without a GPU
+_CHECK = ROOT / "megatron_pp" / "tools" / "check"  # checks jobs on machines without a GPU
 _STAND_INS = (_PARITY / "cpu_stand_in.py", _PARITY / "cpu_collectives.py", _CHECK)
 
 _DEVICE = re.compile(r"cuda(?![_ ]?graph)|nccl|nvtx", re.IGNORECASE)  # Megatron's options on CUDA graphs are no device
 _CONDITION = re.compile(rf"{_DEVICE.pattern}|\b(on|has)_gpus?\b", re.IGNORECASE)
 _QUESTIONS = {"is_available", "device_count"}  # answered without a device, too
-# The seam there, and what tests of its own run.
+# The seam there, and code that has its own tests.
 _ELSEWHERE = (_ON_THE_FIRST_DAY / "outside.py", _ON_THE_FIRST_DAY / "runner.py")
 NOT_MEASURED = (*_STAND_INS, *_ELSEWHERE)
 _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
@@ -57,7 +56,7 @@ def project_files() -> list[Path]:
 
 @functools.cache
 def device_lines(path: Path) -> dict[int, int]:
-    """First line of each statement of the device -> its last one (of a compound statement's head)."""
+    """Return for each statement of the device its first line and its last one; for compound statements, of the head."""
     found: dict[int, int] = {}
     on_device = True if path.is_relative_to(_ON_THE_FIRST_DAY) and path not in _ELSEWHERE else None
     _Finder(found).functions(ast.parse(path.read_text()).body, on_device)
@@ -65,7 +64,8 @@ def device_lines(path: Path) -> dict[int, int]:
 
 
 class _Finder:
-    """``on_device``: whether only the device gets to a block (True), only other devices do (False), or both (None)."""
+    """Finds statements of the device. ``on_device``: only the device reaches a block (True), only others do (False), or
+    both (None)."""
 
     def __init__(self, found: dict[int, int]) -> None:
         self.found = found
@@ -77,7 +77,7 @@ class _Finder:
                 on_device = _or_else(_sides(statement.test)[1], on_device)
 
     def functions(self, body: Sequence[ast.stmt], on_device: bool | None) -> None:
-        """Of a module or a class: what else stands there runs wherever it is imported."""
+        """Look at functions and classes of a module or class; other statements there run wherever it is imported."""
         for statement in body:
             if isinstance(statement, (*_Function, ast.ClassDef)):
                 self._statement(statement, on_device)
@@ -107,7 +107,8 @@ def _or_else(known: bool | None, before: bool | None) -> bool | None:
 
 
 def _sides(test: ast.expr) -> tuple[bool | None, bool | None]:
-    """Who gets to the two branches of a condition: only the device, only others, or both (None)."""
+    """Return for each branch of a condition who reaches it: only the device (True), only others (False), both
+    (None)."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         then, otherwise = _sides(test.operand)
         return otherwise, then
@@ -135,7 +136,7 @@ def _names_device(statement: ast.stmt) -> bool:
 
 
 def _calls_device(statement: ast.stmt) -> bool:
-    """Whether the head of a function's statement calls ``torch.cuda`` whatever the device is."""
+    """Return whether the head of a function's statement calls ``torch.cuda`` whatever the device is."""
     if isinstance(statement, (*_Function, ast.ClassDef, ast.If)):
         return False
     return any(_is_device_call(node) for node in _unconditional(_head(statement)))
@@ -155,7 +156,7 @@ def _is_device_call(node: ast.AST) -> bool:
 
 
 def _head(statement: ast.stmt) -> ast.AST:
-    """The statement without the blocks in it."""
+    """Return the statement without its blocks."""
     for name in ("test", "iter", "subject"):
         if hasattr(statement, "body") and hasattr(statement, name):
             return getattr(statement, name)  # type: ignore[no-any-return]
@@ -176,8 +177,8 @@ def _is_docstring(statement: ast.stmt) -> bool:
 
 
 class LineLog:
-    """Which of the device's statements in some files run. Their modules must be imported while ``marking``: compiled
-    then, they note each of these statements when it runs, in any thread.
+    """Records which of the device's statements in some files run. Their modules must be imported while ``marking``,
+    which compiles them so that they record each of these statements when it runs, in any thread.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -185,7 +186,7 @@ class LineLog:
 
     @contextmanager
     def marking(self) -> Iterator[None]:
-        """Raises RuntimeError where one of the modules has been imported before."""
+        """Mark modules that are imported in this context. Raises RuntimeError if one of them was imported before."""
         before = {name for name, module in sys.modules.items() if getattr(module, "__file__", None) in self.ran}
         if before:
             raise RuntimeError(f"imported before, so not marked: {sorted(before)}")
@@ -197,7 +198,7 @@ class LineLog:
             sys.meta_path.remove(finder)
 
     def missing(self, path: Path) -> list[int]:
-        """The first lines of the device's statements in ``path`` that did not run."""
+        """Return the first lines of the device's statements in ``path`` that did not run."""
         return sorted(device_lines(path).keys() - self.ran[str(path)])
 
 
@@ -231,7 +232,7 @@ class _MarkingLoader(SourceFileLoader):
 
 
 class _Marks(ast.NodeTransformer):
-    """Puts a call that notes its line before each statement that begins in ``lines``."""
+    """Puts a call that records its line before each statement that begins in ``lines``."""
 
     def __init__(self, lines: Container[int]) -> None:
         self.lines = lines
@@ -253,8 +254,8 @@ class _Marks(ast.NodeTransformer):
 def lines_that_run(
     rank: int, size: int, folder: Path, programs: Sequence[str], files: Sequence[Path]
 ) -> dict[str, set[int]]:
-    """``LineLog.ran`` of ``files`` after all ``SCENARIOS`` of the module ``programs[rank]``, each in its own folder; in
-    a process that has not imported what they import.
+    """Run all ``SCENARIOS`` of the module ``programs[rank]``, each in its own folder, and return ``LineLog.ran`` of
+    ``files``. The process must not have imported the modules that they import.
     """
     log = LineLog(files)
     with log.marking():

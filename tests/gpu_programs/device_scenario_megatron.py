@@ -1,5 +1,5 @@
-"""scripts/pretrain_gpt_megatron.py on a virtual device, also as scripts/gpu_check.py runs it on a rank. Megatron's
-state is a process's, so these have one of their own.
+"""Runs scripts/pretrain_gpt_megatron.py on a virtual device, also as scripts/gpu_check.py runs it on a rank. Megatron's
+state is global, so these scenarios have their own process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLAGS = f"{_SMALL} --compare"
 
 
 def the_script(folder: Path) -> None:
-    """From its command line, and as a part of scripts/gpu_check.py calls it."""
+    """Run it from its command line, and as a part of scripts/gpu_check.py calls it."""
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(SCRIPT.parent))
     network = StreamNetwork(1, seed=None)
@@ -43,7 +43,7 @@ def the_script(folder: Path) -> None:
 
 
 def _every_variant_has_a_config(script: Any, megatron: Any) -> None:
-    """Of the installed release; flags that do not go together are refused."""
+    """Make each variant's config under the installed release; flags that contradict each other are refused."""
     for flags in ("--fp8-format hybrid", "--compare --cuda-graph-impl local"):
         with pytest.raises(SystemExit):
             script.parse_arguments(flags.split())
@@ -56,7 +56,8 @@ def _every_variant_has_a_config(script: Any, megatron: Any) -> None:
 
 
 def _graphs_are_captured_between_steps(script: Any) -> None:
-    """Once, with the hooks that gather parameters taken off; Transformer Engine's part is a stand-in."""
+    """Assert that graphs are captured once, without the hooks that gather parameters. A stand-in replaces Transformer
+    Engine's part."""
     calls = mock.Mock()
     calls.graphs_created.side_effect = [False, True]
     chunk = mock.Mock()

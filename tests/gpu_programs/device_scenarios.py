@@ -1,4 +1,4 @@
-"""Programs that between them run every line of the project that a GPU or NCCL reaches, on virtual devices."""
+"""Programs that together run every line of the project which only a GPU or NCCL reaches, on virtual devices."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ Scenario = Callable[[Path], None]
 
 
 def on_ranks(size: int, program: Callable[[dist.ProcessGroup], None]) -> None:
-    """``program`` with the process group of a job of ``size`` ranks."""
+    """Run ``program`` on the ranks of a job of ``size`` ranks, with their process group."""
     store = dist.HashStore()
 
     def rank_main(rank: int, size: int) -> None:
@@ -87,8 +87,8 @@ def on_ranks(size: int, program: Callable[[dist.ProcessGroup], None]) -> None:
 
 
 def steps(folder: Path) -> None:
-    """Channels, batches and their synchronisation, traces and metrics by events, NVTX ranges, pairs on two streams,
-    debug mode, copies to host memory and back.
+    """Run steps with channels, batches and their synchronisation, traces and metrics by events, NVTX ranges, pairs on
+    two streams, debug mode, and copies to host memory and back.
     """
     for fields in (
         {"overlap_p2p_comm": True, "trace_dir": str(folder), "trace_steps": "1"},
@@ -103,18 +103,18 @@ def steps(folder: Path) -> None:
 
 
 def a_split_output_layer(folder: Path) -> None:
-    """Collectives on a stream of their own."""
+    """Run steps with an output layer whose collectives are on their own stream."""
     report, *_ = output_layer_runs.step_on_nccl(output_layer_runs.Case("vocab_1f1b", 2, 3))
     assert not report.races, report
 
 
 def pairs_by_schedule_plans(folder: Path) -> None:
-    """Outputs that are made and sent on the stream of all-to-alls."""
+    """Run steps whose outputs are made and sent on the stream of all-to-alls."""
     test_streams_steps.test_outputs_of_the_other_stream_are_not_reused_before_they_are_sent()
 
 
 def times_of_events(folder: Path) -> None:
-    """A traced step's times are read from its events later."""
+    """Read the times of a traced step from its events, after the step."""
 
     def program(group: dist.ProcessGroup) -> None:
         plan = build_plan(PlanSpec("1f1b", 1, 1, 1))
@@ -140,8 +140,8 @@ def a_failure(folder: Path) -> None:
 
 
 def what_the_library_raises(folder: Path) -> None:
-    """A step in a capture; a batch on an aborted communicator; an abort that raises, one that does not return; a close
-    that raises.
+    """Raise the errors of a step in a capture, of a batch on an aborted communicator, of an abort that raises, of one
+    that does not return, and of a close that raises.
     """
     released = threading.Event()
 
@@ -185,7 +185,7 @@ def what_the_library_raises(folder: Path) -> None:
 
 
 def events_asked_of_the_runtime(folder: Path) -> None:
-    """In builds of torch without CUDA and with one, whose library is missing, or there."""
+    """Ask in builds of torch without CUDA, and with a CUDA whose library is missing or there."""
     for built_with in (None, "999.0"):
         with replaced([(torch.version, "cuda", built_with)]):
             EventQueries().begin()
@@ -199,7 +199,7 @@ def events_asked_of_the_runtime(folder: Path) -> None:
 
 
 def the_wait_before_an_optimizer(folder: Path) -> None:
-    """Not while a graph is captured."""
+    """Wait before an optimizer, but not while a graph is captured."""
 
     def program(group: dist.ProcessGroup) -> None:
         for capturing in (False, True):
@@ -219,7 +219,7 @@ def parity_counts_gpus(folder: Path) -> None:
 
 
 def kernels(folder: Path) -> None:
-    """apex's extension where it is there, and where it is not; torch's addmm with a wide output."""
+    """Run the kernels of apex's extension, the replacements without it, and torch's addmm with a wide output."""
 
     def program(group: dist.ProcessGroup) -> None:
         name, module = "fused_weight_gradient_mlp_cuda", ModuleType("stand-in")
@@ -235,7 +235,7 @@ def kernels(folder: Path) -> None:
 
 
 def the_first_day(folder: Path) -> None:
-    """scripts/gpu_check.py: every part, on eight GPUs and on one; the second call has nothing left to do."""
+    """Run every part of scripts/gpu_check.py, on eight GPUs and on one; a second call has no part left to run."""
     page = folder / "results.md"
     with first_day.machine(8, *first_day.NO_FAULTS):
         for _ in range(2):
@@ -257,7 +257,8 @@ def the_first_day(folder: Path) -> None:
 
 
 def what_fails_on_the_first_day(folder: Path) -> None:
-    """Bytes that change on their way, ranks that hang, FP8 that a GPU lacks, other results in the JSON's place."""
+    """Run parts that fail: bytes change on their way, ranks hang, a GPU lacks FP8, and a file of other results has the
+    JSON's name."""
     out = ["--out", str(folder / "results.md")]
     for fault, parts in (
         ("bytes change on their way", ["facts", "links", "steps"]),
@@ -276,8 +277,8 @@ MPS_CONTROL = "#!/bin/sh\ntest $# = 1 || cat\n"
 
 
 def what_cannot_run_on_the_first_day(folder: Path) -> None:
-    """The end of a part's time, no compiler, ranks that never leave their step, no Megatron-core, no MPS or one whose
-    clients fail; and the page alone."""
+    """Run parts that cannot succeed: their time ends, there is no compiler, ranks never leave their step, there is no
+    Megatron-core, and no MPS or one whose clients fail. Then write the page alone."""
     none_left = Bench(Machine("nccl", 1), first_day.SIZES, 0.0)
     assert gpu_ahead._said(none_left, 2, "1f1b", "default") == gpu_ahead.NOT_REACHED
     with pytest.raises(RuntimeError, match="there is no nvidia-cuda-mps-control"), outside.mps():
@@ -338,7 +339,7 @@ def what_a_machine_answers(folder: Path) -> None:
 
 
 def the_engines_on_a_gpu(folder: Path) -> None:
-    """`scripts/benchmark.py gpu`."""
+    """Run `scripts/benchmark.py gpu`."""
     sizes = argparse.Namespace(mib=[0.1], forward_ms=1.0, microbatches=2, rounds=1, timeout=60.0)
     with virtual_machine((processes, "run_processes", run_on_virtual_devices)):
         assert {row["engine"] for row in gpu_benchmark.run(sizes).rows} >= {"ours"}
@@ -363,7 +364,7 @@ def the_trainer_s_parts(folder: Path) -> None:
 
 
 def the_training_program(folder: Path) -> None:
-    """A run that is continued, on one rank, in this thread: the program's signal handlers are the main thread's."""
+    """Train and continue the run on one rank, in this thread: only the main one may set signal handlers."""
     flags = [*SMALL_MODEL, "--device", "cuda", "--num-microbatches", "2", "--warmup-steps", "1"]
     flags += ["--max-data-bytes", "100000"]
     network = StreamNetwork(1, seed=None)
@@ -375,14 +376,14 @@ def the_training_program(folder: Path) -> None:
 
 
 def the_soak_on_nccl(folder: Path) -> None:
-    """Its command line and what it says; the run itself is processes that are killed."""
+    """Check its command line, and that it names no other backend; the run, whose processes are killed, is left out."""
     with virtual_machine((sys, "argv", ["soak.py", "--backend", "nccl"])):
         assert soak.parse_arguments().backend == "nccl"
     assert soak._other_backend("nccl") == ""
 
 
 def what_a_gpu_holds(folder: Path) -> None:
-    """The memory of GPUs on the command line: counted, within a limit, and beyond it."""
+    """Give the memory of GPUs on the command line: counted, within a limit, and beyond it."""
     model = ["--layers", "8", "--hidden-size", "64", "--seq-length", "64"]
     assert main(["simulate", "-s", "1f1b", "-P", "2", "-M", "4", "--memory", *model]) == 0
     question = ["advise", "-P", "2", "--global-batch", "4", "--forward-ms", "1", "--backward-ms", "2", "--jobs", "1"]

@@ -1,4 +1,4 @@
-"""A machine with GPUs that are virtual, for ``scripts/gpu_day``: what takes the place of its one seam, ``outside``."""
+"""A machine with virtual GPUs for ``scripts/gpu_day``: the replacements of its one seam, ``outside``."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from testkit.virtual_ranks import run_on_virtual_devices, virtual_machine
 SIZES = Sizes(1, 0.25, 20.0, 3, 8, 16, 0.05, ("1f1b",))
 MEGATRONS = {"losses": [5.0, 4.0], "theirs": [5.0, 4.0], "difference": 0.0}
 TIMES = {"ms": {engine: [2.0, 1.0] for engine in megatron.ENGINES}, "difference": 0.0}
-_BUSY = 20.0  # the cores that stand for GPUs may be shared by many
+_BUSY = 20.0  # many programs may share the cores that replace GPUs
 
 
 @contextmanager
 def machine(gpus: int, *places: tuple[Any, str, Any]) -> Iterator[None]:
-    """A machine with so many GPUs, all packages, NVLink between all GPUs, and ``places`` (see ``virtual_machine``)."""
+    """Make a machine with GPUs, NVLink between all of them, all packages, and ``places`` (see ``virtual_machine``)."""
     answers: dict[str, Any] = {
         "gpu_count": lambda: gpus,
         "run_ranks": _run_ranks,
@@ -75,7 +75,7 @@ def machine(gpus: int, *places: tuple[Any, str, Any]) -> Iterator[None]:
 def _run_ranks(
     work: Callable[..., Any], size: int, args: tuple[Any, ...], seconds: float, environment: dict[str, str], start: str
 ) -> list[Any]:
-    """Megatron's state is a process's, so that its ranks cannot be threads: canned losses."""
+    """Run ``work`` on virtual devices. Megatron cannot run in threads, as its state is global: its losses are canned."""
     if args[1] is megatron.timed:
         return [dict(TIMES)] * size
     if args[1] is megatron.train:
@@ -108,12 +108,12 @@ class _NvidiaSmi:
 
 @contextmanager
 def links(size: int, rate: float) -> Iterator[list[Any]]:
-    """Of a shaped network: places that ranks enter."""
+    """Yield the places that ranks enter, as of a shaped network."""
     yield [SimpleNamespace(enter=lambda: None, interface="lo") for _ in range(size)]
 
 
 class _Peaks:
-    """Of each rank: what is asked later needs less."""
+    """The peak memory of each rank, which is less each time it is asked for."""
 
     def __init__(self) -> None:
         self.asked = threading.local()
@@ -125,7 +125,7 @@ class _Peaks:
 
 
 class GlooPool(Pool):
-    """Real processes, which a fault may kill, on gloo."""
+    """Real processes on gloo, which a fault may kill."""
 
     def run(self, episode: Episode, deadline: float = 60.0) -> dict[int, Report]:
         return super().run(replace(episode, backend="gloo"), deadline)
@@ -155,7 +155,7 @@ def _free_slowly(engine: PlanExecutor, at: Any) -> None:
 
 
 def _pool(kind: type[GlooPool]) -> Callable[[int, str], GlooPool]:
-    """Makes a pool whose ranks are forked."""
+    """Return a function that makes a pool with forked ranks."""
 
     def started(size: int, start: str) -> GlooPool:
         # Not when this module is imported: then ranks of all tests would be forked from a process without the rest.
@@ -166,14 +166,14 @@ def _pool(kind: type[GlooPool]) -> Callable[[int, str], GlooPool]:
 
 
 class SilentPool(GlooPool):
-    """A rank that raises nothing."""
+    """A pool in which no rank raises."""
 
     def run(self, episode: Episode, deadline: float = 60.0) -> dict[int, Report]:
         return {rank: replace(report, error=None) for rank, report in super().run(episode, deadline).items()}
 
 
 class ThoughtPool:
-    """No processes, where none can be started; ``NO_FAULTS`` has the judge of its reports."""
+    """A pool without processes, for programs that can start none; ``NO_FAULTS`` replaces the judge of its reports."""
 
     def __init__(self, size: int) -> None:
         self.reports = {rank: Report(rank, 3, 1.0) for rank in range(size)}
@@ -182,7 +182,7 @@ class ThoughtPool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing is left."""
+        """Do nothing: there are no processes to end."""
 
     def run(self, episode: Episode, deadline: float) -> dict[int, Report]:
         return self.reports
@@ -196,7 +196,7 @@ NO_FAULTS: list[tuple[Any, str, Any]] = [
 
 
 class HungPool(GlooPool):
-    """Ranks that never answer."""
+    """A pool whose ranks never answer."""
 
     def __enter__(self) -> HungPool:
         return self
@@ -270,7 +270,7 @@ def _now(lane: Lane) -> float:
 
 
 def _sleep(cycles: int) -> None:
-    """On the current stream; everything else takes no time."""
+    """Add the time to the current stream; other operations take no time."""
     cuda._sleep(cycles)
     here = current_device()
     assert here is not None
@@ -278,7 +278,7 @@ def _sleep(cycles: int) -> None:
 
 
 class LaneEvent(cuda.Event):
-    """Its time is that of the stream where it was recorded; a stream that waits for it gets there, too."""
+    """An event with the time of the stream where it was recorded; a stream that waits for it is moved to that time."""
 
     def record(self, stream: cuda.Stream | None = None) -> None:
         super().record(stream)
