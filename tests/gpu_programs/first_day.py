@@ -75,7 +75,7 @@ def machine(gpus: int, *places: tuple[Any, str, Any]) -> Iterator[None]:
 def _run_ranks(
     work: Callable[..., Any], size: int, args: tuple[Any, ...], seconds: float, environment: dict[str, str], start: str
 ) -> list[Any]:
-    """Run ``work`` on virtual devices. Megatron cannot run in threads, as its state is global: its losses are canned."""
+    """Run ``work`` on virtual devices. Megatron cannot run in threads, as its state is global: canned losses."""
     if args[1] is megatron.timed:
         return [dict(TIMES)] * size
     if args[1] is megatron.train:
