@@ -259,7 +259,7 @@ class FaultGuard:
         if consistency.have_gone_on(entries, progress, step):
             from megatron_pp.faults import histories
 
-            entries = histories.entries_in(step, entries, progress, self._agreements)
+            return histories.mismatch_on_entry(self.rank, step, entries, progress, self._agreements)
         return consistency.find_mismatch(self.rank, entries, step)
 
     def progress_of_others(self) -> dict[int, Progress]:

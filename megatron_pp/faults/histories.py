@@ -5,10 +5,14 @@ from typing import NamedTuple
 
 from megatron_pp.faults.consistency import (
     NUMBER,
+    RECEIVES,
+    SENDS,
     Agreements,
     Mismatch,
     compare,
     digest_with,
+    find_mismatch,
+    last_change,
     may_differ,
 )
 from megatron_pp.faults.store.records import ENTERING, Entry, Progress
@@ -81,6 +85,36 @@ def entries_in(
             agreed = agreements.description(in_force(known.history, step), rank) or entry.description
             found[rank] = Entry(step, {**agreed, NUMBER: number_in(known, step)}, entry.process)
     return found
+
+
+def mismatch_on_entry(
+    own_rank: int,
+    step: int,
+    entries: Mapping[int, Entry],
+    progress: Mapping[int, Progress],
+    agreements: Agreements,
+) -> Mismatch | None:
+    """The mismatch of this rank, which enters ``step`` with a new plan, and the others, of which some run an earlier
+    agreement."""
+    entered = entries_in(step, entries, progress, agreements)
+    return find_mismatch(own_rank, entered, step) or _shapes_of_some_ranks(own_rank, step, entries, progress)
+
+
+def _shapes_of_some_ranks(
+    own_rank: int, step: int, entries: Mapping[int, Entry], progress: Mapping[int, Progress]
+) -> Mismatch | None:
+    """The mismatch of this rank, which has other shapes in ``step`` than before, and a rank that runs ``step`` by an
+    earlier agreement, as none of its own shapes changed. All else that ranks agree on would differ between the two."""
+    mine = entries.get(own_rank)
+    if mine is None or mine.step < step:
+        return None
+    shapes = f"new ones (it receives {mine.description.get(RECEIVES)} and sends {mine.description.get(SENDS)})"
+    for rank, known in sorted(progress.items()):
+        if known.history and last_change(known.history) < step <= known.history[0]:
+            return Mismatch(
+                "the shapes of messages", {own_rank: shapes, rank: f"in step {step} those of its last step"}
+            )
+    return None
 
 
 def in_force(history: tuple[int, ...], step: int) -> int:

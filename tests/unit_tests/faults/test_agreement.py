@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from megatron_pp.errors import PipelineMismatchError
+from megatron_pp.errors import PipelineError, PipelineMismatchError
 from megatron_pp.faults import layer_order
 from megatron_pp.faults.consistency import (
     LAYERS,
@@ -31,6 +31,7 @@ from megatron_pp.faults.position.tracker import Tracker
 from megatron_pp.faults.store.records import DONE, ENTERING, IN_STEP, Entry, Progress
 from megatron_pp.testing.threads import run_ranks
 from testkit.thread_runs.guarded_ranks import Call, Outcome, published_entries, run_programs
+from testkit.thread_runs.step_runs import Rank, pipeline
 from tests.unit_tests.faults.guards import new_guard, new_source
 
 SIZE = 3
@@ -334,3 +335,33 @@ def test_ranks_that_change_plans_alike_never_differ() -> None:
         return step
 
     assert run_ranks(SIZE, train, lambda: None, timeout=60.0) == [STEPS - 1] * SIZE
+
+
+@pytest.mark.parametrize("boundary", [0, 1])
+def test_shapes_that_change_between_two_of_three_ranks(boundary: int) -> None:
+    """The third rank does not know of that, and takes part in no agreement on it."""
+
+    def train(rank: Rank) -> PipelineError | None:
+        model = rank.model()
+        rank.step(model)
+
+        def longer(receive: Any, send: Any) -> Any:
+            return (
+                receive if rank.rank != boundary + 1 else [(5, 2, 4)],
+                send if rank.rank != boundary else [(5, 2, 4)],
+            )
+
+        try:
+            rank.step(model, adjust_tensor_shapes_fn=longer)
+        except PipelineError as error:
+            return error
+        return None
+
+    begun = time.monotonic()
+    for error in pipeline(SIZE, 1, 3, train, guarded=True, p2p_timeout=30.0):
+        assert isinstance(error, PipelineMismatchError), error
+        unchanged = 2 if boundary == 0 else 0
+        assert error.field == "the shapes of messages"
+        assert error.values[unchanged] == "in step 2 those of its last step"
+        assert all("(5, 2, 4)" in shapes for rank, shapes in error.values.items() if rank != unchanged)
+    assert time.monotonic() - begun < 15
