@@ -30,6 +30,16 @@ def project_urls() -> dict[str, str]:
     return {name: repository + page for name, page in pages.items()} if repository else {}
 
 
+def read_readme() -> str:
+    """The README. Its links lead to the repository, if its address is known: the package index has only this file."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    repository = os.environ.get("MEGATRON_PP_URL", "").rstrip("/")
+    if not repository:
+        return text
+    text = re.sub(r'(src|srcset)="(?!https?:)', rf'\1="{repository}/raw/v{read_version()}/', text)
+    return re.sub(r"\]\((?!https?:|#)", f"]({repository}/blob/v{read_version()}/", text)
+
+
 EXTRAS = {
     # The training program, examples/gpt: command line, progress, loss plot, TensorBoard's files.
     "train": ["numpy", "tyro>=1.0", "tqdm", "matplotlib", "tensorboard"],
@@ -61,7 +71,7 @@ setup(
     name="megatron-pp",
     version=read_version(),
     description="Pipeline-parallel schedules for Megatron-style training, overlapped and verified",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=read_readme(),
     long_description_content_type="text/markdown",
     author="The megatron_pp authors",
     license_expression="Apache-2.0",

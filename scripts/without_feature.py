@@ -30,6 +30,7 @@ from megatron_pp.feature_table import FEATURES, Row  # noqa: E402
 TESTS = ("tests/unit_tests/plan", "tests/unit_tests/config", "tests/unit_tests/features", "tests/unit_tests/runtime")
 PACKAGES = ("megatron_pp", "testkit", "tests", "benchmarks", "scripts", "examples")
 TABLE = "megatron_pp/feature_table.py"
+MADE = shutil.ignore_patterns(".venv*", ".*_cache", "__pycache__", "*.egg-info", "build", "dist", "site", "runs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,15 +54,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_tests(copy, args.tests or TESTS)
 
 
-def copy_repository(target: Path) -> None:
-    """Copy the files that git tracks or does not ignore, in their present state."""
+def copy_repository(target: Path, source: Path = ROOT) -> None:
+    """Copy the files that git tracks or does not ignore, in their present state. A source distribution and the image of
+    the Dockerfile are no repositories of git: there, copy all that no command makes.
+    """
+    if not (source / ".git").exists():
+        shutil.copytree(source, target, ignore=MADE, dirs_exist_ok=True)
+        return
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    names = subprocess.run(listed, cwd=source, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
-        source, copy = ROOT / name, target / name
-        if source.is_file():
+        one, copy = source / name, target / name
+        if one.is_file():
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, copy)
+            shutil.copy2(one, copy)
 
 
 def delete(row: Row, copy: Path) -> list[str]:

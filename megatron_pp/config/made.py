@@ -46,7 +46,7 @@ def check_model_sizes(config: Any) -> None:
 
 
 def _check_values(config: Any) -> None:
-    """Check each field by itself, and the pairs of fields that exclude each other."""
+    """Check each field by itself, then the fields that exclude each other."""
     for field in dataclasses.fields(config):
         value, kind = getattr(config, field.name), field.metadata.get("kind")
         default = None if field.default is dataclasses.MISSING else field.default

@@ -135,6 +135,15 @@ def test_the_metadata_says_what_it_is(installed: Installed) -> None:
     assert extras <= documented
 
 
+def test_the_page_of_the_package_index_has_no_link_to_a_file_beside_it(installed: Installed) -> None:
+    text = str(metadata_of(installed.wheel).get_payload())
+    links = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    assert f"{URL}/blob/v{megatron_pp.__version__}/docs/megatron.md" in links
+    assert [link for link in links if not link.startswith(("http", "#"))] == []
+    own = [link.removeprefix(f"{URL}/") for link in links if link.startswith(URL)]
+    assert [link for link in own if not (ROOT / re.sub("^(?:raw|blob)/[^/]+/|#.*", "", link)).is_file()] == []
+
+
 def test_it_works_where_it_is_installed(installed: Installed) -> None:
     # Before any other package is there: neither torch nor rich.
     shown = installed.run("python", "-c", EVERY_HELP).stdout

@@ -58,6 +58,16 @@ def test_what_imports_the_feature_goes_with_it(tmp_path: Path) -> None:
     assert found == {"testkit/of_pairs.py", "tests/test_of_pairs.py"}
 
 
+def test_a_copy_of_a_source_distribution_has_its_sources_alone(tmp_path: Path) -> None:
+    for name in (".ci/run", "setup.py", "site/index.html", ".venv-3.12/bin/python", "tests/__pycache__/test_a.pyc"):
+        path = tmp_path / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    without_feature.copy_repository(tmp_path / "copy", tmp_path / "source")
+    copied = [path.relative_to(tmp_path / "copy").as_posix() for path in (tmp_path / "copy").rglob("*")]
+    assert sorted(copied) == [".ci", ".ci/run", "setup.py", "tests"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drawn([row.folder for row in FEATURES], 1))
 def test_the_rest_is_whole_without_a_feature(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
