@@ -29,8 +29,8 @@ from megatron_pp.weight_grad import split_weight_grad
 from testkit.faults.fault_injection import DELAY, Fault, FaultyBlock, Trigger
 from testkit.thread_runs.step_runs import Rank
 
-SIZE, MICROBATCHES, STEPS = 2, 4, 4  # one more than the step of the fault, for a rank that was done before it
-TOKENS = 20_000  # of a microbatch, where messages have connections of their own
+SIZE, MICROBATCHES, STEPS = 2, 4, 4  # one step more than that of the fault, for a rank that had finished before it
+TOKENS = 20_000  # tokens of a microbatch whose messages have their own connections
 VOCABULARY = 11
 ONE_CHUNK = ("1f1b", "zb_h1", "seq_1f1b", "gpipe", "vocab_1f1b", "vocab_1f1b_alg1")
 

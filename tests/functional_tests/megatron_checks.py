@@ -180,7 +180,7 @@ def unserved_steps_are_handed_back(case: Case) -> list[str]:
                     error = raised(megatron_core.NotServedError, words, lambda a=arguments: call_schedule(run, **a))
                 reason = error.partition("; install()")[0]
                 said = [line.partition(": Megatron-core's own")[0] for line in lines]
-                known = any(line.startswith(reason) for line in warnings)  # two kinds of call may have one reason
+                known = any(line.startswith(reason) for line in warnings)  # two kinds of calls may have the same reason
                 assert said == ([] if known else [reason]), "one warning for all calls of one reason"
                 warnings += lines
                 assert len(fake.calls) == before, "strict must not call Megatron's function"
@@ -353,7 +353,7 @@ def outputs_that_a_hook_reads_keep_their_data(case: Case) -> list[float]:
 
     def forward_step(data_iterator: Any, model: Any) -> Any:
         output, loss_func = megatron_lab.forward_step(False, data_iterator, model)
-        if output.dim() == 3:  # what the next stage gets
+        if output.dim() == 3:  # the tensor that the next stage gets
             output.register_hook(lambda grad: grad * (1.0 + 0.1 * torch.sin(output.detach())))
         return output, loss_func
 

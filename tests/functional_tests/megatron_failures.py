@@ -24,7 +24,7 @@ from typing import Any
 
 from testkit.faults.ends import fail
 
-RANKS, PIPELINE, PATIENCE = 4, 2, 3.0  # PATIENCE: seconds, config.p2p_timeout
+RANKS, PIPELINE, PATIENCE = 4, 2, 3.0  # PATIENCE is config.p2p_timeout, in seconds
 DEADLINE = 40.0
 FAULT_STEP = 1
 

@@ -53,7 +53,7 @@ def attention(case: Case, form: str, sequence: bool) -> tuple[MLATransformerConf
     if form == FUSED:
         kind, layers.linear_qkv_down_proj = latent.FusedMLASelfAttention, ColumnParallelLinear
     own: Any = contextlib.nullcontext()
-    if form == PLAIN:  # without what the stand-in changes
+    if form == PLAIN:  # without the changes of the stand-in
         own = mock.patch.object(latent.MLASelfAttention, "__init__", latent.MLASelfAttention.__init__.__wrapped__)
     with own:
         return config, kind(config, layers, 1, **spec.submodules.self_attention.params)

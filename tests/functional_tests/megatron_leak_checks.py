@@ -24,7 +24,7 @@ from testkit.megatron import lab
 from testkit.megatron.cases import Case
 
 STEP = (Step, PlanExecutor, WaitHandle, TracebackType)
-FAILS_AT = 3  # of the calls of a layer on the rank that fails, in the second step
+FAILS_AT = 3  # the call that fails, among those of a layer on the rank that fails, in the second step
 
 
 class InjectedError(Exception):
@@ -74,7 +74,7 @@ def _error_of(case: Case, watch: Any, seen: list[StorageWeakRef]) -> str:
             return f"{type(error).__name__}: {error}"
         finally:
             for chunk in run.chunks:
-                chunk.module.set_input_tensor(None)  # Megatron's model keeps the last one that it was given
+                chunk.module.set_input_tensor(None)  # Megatron's model keeps its last input
     return "no error"
 
 

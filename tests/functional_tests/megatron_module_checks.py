@@ -30,7 +30,7 @@ class MegatronCase:
     images: bool = False
 
 
-COUNTS = ((1, 3), (0, 0), (2, 2), (4, 0))  # of image tokens in each sample of a microbatch
+COUNTS = ((1, 3), (0, 0), (2, 2), (4, 0))  # numbers of image tokens in each sample of a microbatch
 
 
 class ImageTokens(RankModel):
@@ -114,7 +114,7 @@ def _import_megatron(checkout: str) -> Any:
     )
 
 
-_GRIDS: dict[Any, Any] = {}  # of this process: groups of one grid are made once
+_GRIDS: dict[Any, Any] = {}  # groups of this process: those of one grid are made once
 
 
 def _grids(megatron: Any, setup: Setup) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _steps(megatron: Any, rank: int, case: MegatronCase) -> list[Any]:
             p2p_communicator=communicator,
             pg_collection=collection,
         )
-        # As arrays: Megatron's main branch pickles tensors by a function that others do not have.
+        # Arrays, since Megatron's main branch pickles tensors by a function that other processes lack.
         made = main_gradients(model) if case.ddp else model.gradients()
         gradients = {place: [t if t is None else t.numpy() for t in own] for place, own in made.items()}
         found.append(([report["loss"] for report in reports], gradients, list(happened)))

@@ -29,7 +29,7 @@ from megatron_pp.tools.parity.cpu_layers import positions_of
 from testkit.megatron import lab as megatron_lab
 from testkit.megatron.cases import Case
 
-# In tokens, of each step: even numbers of slots, as Megatron's interleaved schedule needs.
+# Lengths in tokens for each step. The numbers of slots are even, as Megatron's interleaved schedule needs.
 LENGTHS = [[16, 8, 4, 4, 12, 8, 4, 8, 16], [4, 4, 16, 8, 8, 16], [8, 8, 8, 16, 4, 4, 4, 4]]
 Gradients = dict[str, torch.Tensor]
 

@@ -62,7 +62,7 @@ def settings_reach_the_engine_and_not_the_config(case: Case) -> list[str]:
                 fields = dict(vars(run.config))
                 call_schedule(run, forward_only=False)
                 assert vars(run.config) == fields, "the config was written to"
-                # Where shapes vary, later releases of Megatron know none.
+                # If shapes vary, later releases of Megatron do not know the shape.
                 assert not any(call.kwargs["config"].variable_seq_lengths for call in shapes.call_args_list)
             assert not any("splits backwards" in line for line in said), "advice against what was asked for"
             policies.append(built.call_args.args[0].policy)
@@ -79,7 +79,7 @@ def what_its_stages_cost_is_measured(case: Case) -> dict[str, Any]:
     with megatron_core.installed(strict=True):
         call_schedule(run, forward_only=False)
     unmeasured = _taken_gradients(run)
-    with tempfile.TemporaryDirectory() as folder:  # each rank's own: the first one writes
+    with tempfile.TemporaryDirectory() as folder:  # each rank has its own file name; the first rank writes
         path = os.path.join(folder, "measured.json")
         with megatron_core.installed(strict=True, measure=2, measure_out=path):
             for _ in range(3):
@@ -114,7 +114,7 @@ def metrics_reach_megatrons_writer(case: Case) -> dict[str, list[Any]]:
         until = time.monotonic() + 20.0
         while numbers._waiting and time.monotonic() < until:
             time.sleep(0.05)
-        TensorBoardScalars(writer, 2).of_pipeline(transport)  # as when a later step begins
+        TensorBoardScalars(writer, 2).of_pipeline(transport)  # as at the begin of a later step
         writer.close()
         events = EventAccumulator(folder).Reload()
         written = {name: [[one.step, one.value] for one in events.Scalars(name)] for name in events.Tags()["scalars"]}

@@ -44,7 +44,7 @@ def both_megatrons(rank: int, size: int, checkout: str) -> None:
     assert [stage.weight.grad.tolist() for stage in stages] == [[[[1.0] * 8]]] * 3
     assert {"ours", "megatron", MAIN, "torch"} <= run(Work("interleaved_1f1b", 2, 2, 4, (1, 1, 8)))
 
-    # Megatron's own schedule, which would run without install(), refuses overlap without model chunks.
+    # Without install() Megatron's own schedule would run, which refuses overlap without virtual stages.
     assert run(Work("1f1b", 2, 1, 4, (1, 1, 8), "overlap"), [PLUG_IN]) == {PLUG_IN}
 
     installed, other = load("megatron"), load(MAIN)

@@ -34,7 +34,7 @@ def test_bubbles_of_schedules_with_and_without_a_split_backward(tmp_path: Path) 
     lengths = ("--backward-ms", "2", "--weight-ms", "2")
     rows = report(tmp_path, "bubble", *FEW, "--pp", "2", "--schedules", "1f1b", "zb_h1", "zb_v", *lengths)
     assert [row["schedule"] for row in rows] == ["1f1b", "zb_h1", "zb_v"]
-    assert all(row["step over simulated"] > 1 for row in rows)  # sleeping cannot be shorter
+    assert all(row["step over simulated"] > 1 for row in rows)  # a sleep is never too short
 
 
 def test_packed_steps_of_public_lengths_planned_and_in_fixed_order(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_packed_steps_of_public_lengths_planned_and_in_fixed_order(tmp_path: Pat
     rows = report(tmp_path, "packing", *asked)
     assert [row["W put off"] for row in rows] == ["no", "yes"]
     assert all(0 < row["simulated planned / fixed"] <= 1 < row["longest"] for row in rows)
-    # Sleeping cannot be shorter.
+    # A sleep is never too short.
     assert all(row[f"{order} ms"] > row[f"simulated {order} ms"] for row in rows for order in ("fixed", "planned"))
 
 
@@ -74,5 +74,5 @@ def test_what_safety_costs_on_shaped_links(tmp_path: Path) -> None:
 def test_steps_of_sharded_stages_beside_torchs_on_shaped_links(tmp_path: Path) -> None:
     rows = report(tmp_path, "sharded", *FEW, "--pp", "2", "--chunks", "2", "--ratios", "0.5")
     assert [row["engine"] for row in rows][:2] == ["ours", "torch"]
-    # Sleeping cannot be shorter: 8 forwards, 8 backwards of twice their length.
+    # A sleep is never too short: 8 forwards, and 8 backwards of twice the length.
     assert all(row["ms (median)"] > 48 and row["bound ms"] > 48 for row in rows)

@@ -25,7 +25,7 @@ from testkit.processes import run_processes
 
 SIZE = 4
 STEPS = 2
-LARGE = GLOO_DETACHED_BYTES // (4 * HIDDEN * 2) + 1  # sequence length of a message that gets a channel of its own
+LARGE = GLOO_DETACHED_BYTES // (4 * HIDDEN * 2) + 1  # sequence length of a message that gets its own channel
 APART = 0.3  # seconds between the first steps of the two pipelines on one rank
 OVERLAP = {"overlap_p2p_comm": True}
 
@@ -61,7 +61,7 @@ ALONE = {
 }
 SAME = [Pipeline(1, {}, 4, number) for number in range(2)]
 DIFFERENT = [SAME[0], Pipeline(2, OVERLAP, 8, 1)]
-# Ranks, pipelines; do they run at once, in threads of their own, or in turn, as a policy and a reward model?
+# Ranks and pipelines, which run at once, each in its own thread, or in turn, as a policy and a reward model.
 TWO = {
     "same at once": ([0, 1], SAME, True),
     "different at once": ([0, 1, 2, 3], DIFFERENT, True),
@@ -135,7 +135,7 @@ def test_numbers_are_those_of_one_process(per_rank: list[dict[str, Any]], name: 
 def test_every_rank_has_the_channels_of_its_edges(per_rank: list[dict[str, Any]], name: str) -> None:
     """A rank has two edges in a loop and inside a line, one at the ends of a line; each with two kinds of messages."""
     in_a_line = [2, 4, 4, 2]
-    both_ways = [2 * n for n in in_a_line]  # a V goes down and up again
+    both_ways = [2 * n for n in in_a_line]  # a V goes down the ranks and up again
     around = [4] * SIZE
     unknown = [0] * SIZE  # sizes that travel with the messages are not known when channels are made
     wanted = {"plain": in_a_line, "zb_v": both_ways, "variable": unknown}.get(name, around)

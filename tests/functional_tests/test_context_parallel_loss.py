@@ -17,8 +17,8 @@ from testkit.processes import run_processes
 from tests.functional_tests.megatron_support import needs_megatron
 
 LENGTH, HIDDEN, COUNT = 8, 4, 3
-# Tokens that count, of each microbatch: shards (two halves) with 4 and 1, 0 and 2, and none at all.
-# Where parallel_state is, TransformerConfig, and the schedules.
+# Masks of the microbatches: their shards (two halves) have 4 and 1, 0 and 2, and no tokens that count.
+# The modules with parallel_state, with TransformerConfig, and with the schedules.
 PACKAGES = {
     "alone": ("megatron_pp", "megatron_pp.config.model_config", "megatron_pp"),
     "megatron": ("megatron.core", "megatron.core.transformer", "megatron.core.pipeline_parallel"),

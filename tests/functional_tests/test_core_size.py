@@ -23,13 +23,13 @@ from testkit.processes import run_processes
 from tests.functional_tests.megatron_support import needs_megatron
 
 pytestmark = pytest.mark.callers_thread
-# Lines of a book at most. Of the machine 6,500 are wanted under install(): whoever takes modules out lowers the number.
+# The most lines of a book. The aim for the machine under install() is 6,500: lower its limit if you remove modules.
 COMPILER_LINES = 4_390
 MACHINE_LINES = 7_385
 INSTALLED_MACHINE_LINES = 7_075
 NCCL_MACHINE_LINES = 7_645  # under install()
 
-# Room -> its modules that a default step loads.
+# Package -> its modules that a default step loads.
 MACHINE = {
     "": "errors feature_table on_demand",
     "comm": "backends communicator group_transport stores transport wait_handle",
@@ -44,7 +44,7 @@ MACHINE = {
     ),
     "tracing": "observers",
 }
-# What carries the messages, in a room of its own, and what goes with that.
+# The modules that carry the messages have their own package; further modules belong to them.
 GLOO = {"comm.gloo": "gloo_transport waiting_threads"}
 NCCL = {
     "comm": "batches channels events",
@@ -53,7 +53,7 @@ NCCL = {
     "faults.position": "device_events host_ahead",
     "runtime": "queue_advice",
 }
-# Where a program is the library's own: it makes its groups and configs, and has its own loop.
+# Modules for the library's own programs, which make their groups and configs, and have their own loop.
 OWN = {
     "": "parallel_state schedules",
     "comm": "own_groups",
@@ -83,7 +83,7 @@ OF_A_SLOW_RANK = {
     "faults.position": "host_threads",
     "faults.store": "failures",
 }
-# They import for others.
+# Modules that import for others.
 _IMPORTERS = {"megatron_pp.on_demand", "importlib", "importlib._bootstrap", "importlib._bootstrap_external"}
 
 

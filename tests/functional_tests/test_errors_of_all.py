@@ -51,12 +51,13 @@ class ShortData(ToyData):
         return (self.microbatch(mb) for mb in range(2))
 
 
-ENDED = {"data of the first rank": (0, 1), "data of the last rank": (2, 2)}  # the rank, and chunks of each
-# What the error names; the odd one, and how every second step of all is unlike the others, of four microbatches.
+# the rank with short data, and the chunks of each rank
+ENDED = {"data of the first rank": (0, 1), "data of the last rank": (2, 2)}
+# The words of the error; the odd rank, and how every second step of all ranks differs from one of 4 microbatches.
 UNLIKE: dict[str, tuple[int, dict[str, Any]]] = {
     "num_microbatches (M), first rank": (0, {"num_microbatches": 6}),
     "num_microbatches (M), last rank": (2, {"num_microbatches": 6}),
-    # More than is expected ends the process in gloo, less goes unnoticed: both must not be sent.
+    # gloo ends the process if a message is longer than expected, and ignores a shorter one: neither may be sent.
     "the shape of, longer": (1, {"seq_length": 6}),
     "the shape of, shorter": (1, {"seq_length": 2}),
     "forward_only, last rank": (2, {"forward_only": True}),
@@ -110,7 +111,7 @@ def _optimizer_step(rank: int) -> None:
 def run(rank: int, calls: Iterator[Call], chunks: int = 1, counted: bool = False) -> Seen:
     number, seen = 0, Seen([], [])
     group = dist.new_group(list(range(SIZE)))
-    fields: dict[str, Any] = {"p2p_timeout": 600.0}  # the test's deadline comes before it
+    fields: dict[str, Any] = {"p2p_timeout": 600.0}  # longer than the test's deadline
     if counted:
         fields |= {"step_number": lambda: number}
     try:

@@ -88,7 +88,7 @@ def lab() -> Iterator[Lab]:
     with Pool(SIZE, start_method="forkserver") as pool:
         lab = Lab(pool)
         for schedule, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)):
-            lab.assert_episode(schedule, chunks, None, fields=OVERLAP)  # nothing happens, and nothing is raised
+            lab.assert_episode(schedule, chunks, None, fields=OVERLAP)  # the rank sends nothing and raises nothing
         yield lab
 
 

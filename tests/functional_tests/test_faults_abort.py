@@ -76,7 +76,7 @@ def _blocked(pipe: Connection, port: int, world: int, does: str, size: int) -> N
     threading.Thread(target=abort, daemon=True).start()
     error = ""
     try:
-        work = begin[does]()  # fails here where the peer is gone already
+        work = begin[does]()  # raises here if the peer is already gone
         (work if size == SMALL else threads.follow("a channel", work)).wait()
         if does == "receive" and bool(tensor.all()):
             error = ALL_THERE

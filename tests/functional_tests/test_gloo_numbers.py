@@ -21,7 +21,7 @@ ROWS = library.of_this_run()
 LONGER = drawn(library.LONGER, 2)
 
 
-# One start serves all rows, on one worker.
+# All rows run in the same processes, on one worker.
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, list[Compared]]:
     return run_rows(TABLE, asked(request, ROWS), 4)

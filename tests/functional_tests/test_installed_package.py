@@ -45,7 +45,7 @@ class Installed(NamedTuple):
     sdist: Path
     wheel: Path
     python: Path
-    folder: Path  # an empty one, in which commands run
+    folder: Path  # an empty folder, in which commands run
 
     def run(self, *command: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
         """Run the command in that environment, and assert that its exit code is ``code``."""
@@ -145,7 +145,7 @@ def test_the_page_of_the_package_index_has_no_link_to_a_file_beside_it(installed
 
 
 def test_it_works_where_it_is_installed(installed: Installed) -> None:
-    # Before any other package is there: neither torch nor rich.
+    # This comes before any other package is installed: there is neither torch nor rich.
     shown = installed.run("python", "-c", EVERY_HELP).stdout
     commands = ["plan", "verify", "simulate", "advise", "draw", "report"]
     assert re.findall(r"usage: megatron-pp ?(\w*)", shown) == ["", *commands]

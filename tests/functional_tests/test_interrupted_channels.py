@@ -28,7 +28,8 @@ def press_ctrl_c(*_: Any) -> None:
 
 
 def first_step(one: Rank, when: str, guarded: bool) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so its children
+    # a shell's background job ignores SIGINT, and so do its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rank = one.rank
     store = dist.distributed_c10d._get_default_store()
     if rank == 0 and when == WAITING:

@@ -33,7 +33,7 @@ from tests.functional_tests.megatron_support import needs_megatron
 pytestmark = pytest.mark.callers_thread
 
 FILES = 25
-"""Files that a call passes at most, with those of each microbatch. More is more than a reader follows in one go."""
+"""The most files whose code a call may run, microbatches included. A reader cannot follow more in one go."""
 MICROBATCHES, LENGTH, WIDTH = 4, 4, 8
 
 Change = tuple[str, Callable[["Program"], None]]
@@ -111,7 +111,7 @@ class Program:
             losses = self.call()
         except Exception as error:
             self.ended = bool(self.made)
-            if self.ended:  # it is another error on each rank, and which one is chance
+            if self.ended:  # each rank has a different error, by chance
                 return [("error", "within a step")]
             return [("error", f"{type(error).__name__}: {error}")]
         ((step, executor),) = self.made
@@ -200,8 +200,8 @@ SPECIAL: dict[str, list[Any]] = {
     "trace_steps": ["1"],
     "measure": [1, -1],
     "defer_embedding_wgrad_compute": [0, None],  # else Megatron's function fails on the last rank alone
-    "moe_paged_stash": [0, None],  # of which Megatron keeps a state from call to call
-    "enable_autocast": [1],  # the dtype of messages is then another one
+    "moe_paged_stash": [0, None],  # Megatron keeps a state of it from call to call
+    "enable_autocast": [1],  # messages then have a different dtype
     "timers": [3],
     "step_number": [7, lambda: 8, -1],
     "grad_scale_func": [lambda loss: 2 * loss, 3],
@@ -215,7 +215,7 @@ def changes_of(program: Program) -> list[Change]:
     fields = []
     for name in dict.fromkeys([*StepFields._fields, *kinds]):
         values = other_values(name, getattr(program.config, name, None), kinds.get(name))
-        if name not in StepFields._fields:  # which only functions of Megatron's read
+        if name not in StepFields._fields:  # only functions of Megatron read them
             values = values[:1] if program.chunks == 1 else []
         fields += [set_field(name, value) for value in values]
     arguments = [
@@ -292,7 +292,7 @@ def checked(rank: int, size: int, installed: bool) -> dict[str, Any]:
     library, state = the_library(installed)
     os.chdir(os.environ["FOLDER"])
     taken = noted_calls()
-    more = {"finalize_model_grads_func": hook} if installed else {}  # which Megatron's loop has always
+    more = {"finalize_model_grads_func": hook} if installed else {}  # Megatron's loop always has it
     found: dict[str, Any] = {}
     for chunks in (1, 2):
         program = Program(library, state, chunks, size, more)
@@ -359,7 +359,7 @@ def noted_calls() -> list[Any]:
     return taken
 
 
-METHODS = ("forkserver", "spawn")  # the last rank starts as a launcher starts ranks: with nothing loaded
+METHODS = ("forkserver", "spawn")  # the last rank starts with nothing loaded, as under a launcher
 
 
 @functools.cache
@@ -388,7 +388,7 @@ def test_a_change_between_two_calls_is_seen(installed: bool) -> None:
     taken, calls = found.pop("taken over"), found.pop("calls")
     wrong = {name: value for name, value in found.items() if not name.startswith("files")}
     assert not wrong, "\n".join(f"{name}: {value}" for name, value in wrong.items())
-    assert 50 < taken < calls  # else nothing was compared
+    assert 50 < taken < calls  # else no call was compared
 
 
 def test_a_field_that_is_not_compared_is_found() -> None:

@@ -26,10 +26,10 @@ ALL = [
     for j, how in enumerate(FAULTS)
     for k, store in enumerate(STORES)
 ]
-# Every place with every fault; stores, and metrics of every step, in turn; what holds the store is rank 0.
+# Every place with every fault; kinds of stores and metrics of every step alternate. Rank 0 has the store.
 CASES = ALL if EXHAUSTIVE else [case for k, case in enumerate(ALL) if k % 2 == (k // 2) % 2]
 assert {(victim, store) for _, _, victim, store, _ in CASES} == {(v, store) for v in range(RANKS) for store in STORES}
-SECONDS = PATIENCE + 12.0  # silence, the abort of other groups, and what a rank waits for the cause
+SECONDS = PATIENCE + 12.0  # silence, the abort of other groups, and the time for which a rank looks for the cause
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ GRIDS = {  # sizes of the dimensions, in Megatron's order, the first one fastest
 
 
 def modules_of_grids(case: Any) -> dict[str, Any]:
-    os.environ["WORLD_SIZE"] = "16"  # what the grid asks for where there is no process group of that size
+    os.environ["WORLD_SIZE"] = "16"  # the grid's call if there is no process group of that size
     from megatron.core.hyper_comm_grid import HyperCommGrid
 
     from megatron_pp.integrations.megatron.steps.modules import _module_of

@@ -23,7 +23,7 @@ from tests.functional_tests.numbers.several_modules import SETUPS, assert_equal
 CHECKOUT = os.environ.get("MEGATRON_CHECKOUT", "")
 
 
-# The backward of 0.17 raises an AssertionError for gradients in lists, which its communicator gives it.
+# The backward of 0.17 raises an AssertionError for gradients in lists, but its communicator returns lists.
 pytestmark = pytest.mark.skipif(
     "_unwrap_single_tensor_list" not in schedules_source(CHECKOUT),
     reason="pipelines of several modules run on Megatron-core 0.18 on",

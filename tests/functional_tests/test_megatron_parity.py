@@ -22,7 +22,7 @@ TIED = Model(tied=True, position="learned_absolute")
 MOE = Model(layers=4, experts=4)
 
 
-# Of each policy: whether shapes vary, outputs are kept, groups are large. Any two of these take all four combinations.
+# For each policy: do shapes vary, are outputs kept, are groups large? Any two of these have all four combinations.
 CHOICES = dict(zip(POLICIES, [(1, 1, 1), (0, 1, 0), (1, 0, 0), (0, 0, 1)], strict=True))
 
 

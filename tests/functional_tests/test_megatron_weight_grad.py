@@ -32,7 +32,8 @@ ONE_RANK_WIDE = [
         dataclasses.replace(SPLIT, pp=2, schedule="auto"),
         dataclasses.replace(SPLIT, pp=2, schedule="zb_h1", model=EXPERTS),
         dataclasses.replace(SPLIT, pp=4, schedule="zb_h1"),
-        dataclasses.replace(SPLIT, pp=2, vp=2, schedule="interleaved_zb", split_weight_grad=False),  # install() does it
+        # install() converts the layers
+        dataclasses.replace(SPLIT, pp=2, vp=2, schedule="interleaved_zb", split_weight_grad=False),
         dataclasses.replace(SPLIT, schedule="zb_h1", split_weight_grad=False),  # no pipeline: nothing is converted
         dataclasses.replace(SPLIT, pp=4, schedule="1f1b"),  # converted, and every backward whole
     )
@@ -133,7 +134,7 @@ def test_of_a_gpt_only_routers_stay_whole() -> None:
     dense, experts = run_jobs(jobs, deadline=120)
     assert (dense.status, experts.status) == ("ok", "ok"), (dense.message, experts.message)
     assert dense.facts[0] == []
-    # Elements for a token: the router, attention, two of four experts; the head.
+    # Elements per token: the router, attention, and two of four experts; then the head.
     layer = 16 * 4 + 16 * (48 + 16) + 2 * (2 * 16 * 64)
     share = 16 * 4 / (2 * layer + 16 * 48)
     assert experts.facts[0] == [[f"decoder.layers.{n}.mlp.router", "TopKRouter", share] for n in range(2)]

@@ -11,7 +11,7 @@ from tests.functional_tests.numbers.rows import Compared, asked, assert_equal, r
 from tests.functional_tests.numbers.several_modules import SETUPS
 
 
-# One start serves all rows.
+# All rows run in the same processes.
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, list[Compared]]:
     table = "tests.functional_tests.numbers.several_modules:ROWS"

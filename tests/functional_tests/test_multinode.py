@@ -26,7 +26,7 @@ class Node:
     """The launcher of one host, and its output."""
 
     def __init__(self, host: Host, rank: int, master: Host, folder: Path, flags: list[str]) -> None:
-        # The interface is for the script to find.
+        # The script must find the interface itself.
         environment = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
         environment |= {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": master.address, "NPROC_PER_NODE": "1"}
         environment |= {"MEGATRON_PP_PYTHON": sys.executable, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}
@@ -56,7 +56,7 @@ class Node:
 def training(folder: Path, *flags: str) -> Iterator[tuple[Node, Node, Cable]]:
     """Run a training on two hosts until the context ends."""
     with ExitStack() as stack:
-        left, right, cable = stack.enter_context(two_hosts())  # which kills what is left in them
+        left, right, cable = stack.enter_context(two_hosts())  # which kills the processes that are left
         arguments = [*SHORT, *INTERLEAVED, "--eval-interval", "0", "--save-interval", "0"]
         arguments += ["--run-dir", str(folder / "run"), *flags]
         nodes = [Node(host, rank, left, folder, arguments) for rank, host in enumerate((left, right))]
@@ -75,7 +75,7 @@ def test_two_hosts_train_as_one_also_when_the_cable_is_out_for_a_while(tmp_path:
         last = left.said.splitlines()[-1]
         assert "step 40/40" not in left.said
         time.sleep(0.3)
-        assert left.said.splitlines()[-1] == last  # nobody moves
+        assert left.said.splitlines()[-1] == last  # neither host trains
         cable.restore()
         codes = [node.process.wait(DEADLINE) for node in (left, right)]
         assert codes == [0, 0], left.said + right.said
@@ -91,10 +91,10 @@ def test_a_cable_that_stays_out_is_an_error_on_both_hosts(tmp_path: Path) -> Non
         left.wait_for("step 3/")
         cable.cut()
         for rank, node in enumerate((left, right)):
-            # A hang would be TCP's quarter of an hour. Idle, it takes the timeout and up to four seconds.
+            # A hang would last TCP's quarter of an hour. On an idle machine this takes p2p_timeout and up to 4 s.
             node.wait_for("train.py: PipelineStallError: pipeline stalled: ")
             assert node.process.wait(DEADLINE) == 1, node.said
-            # Its own line, with the instruction, or with what it did between two steps.
+            # The line of the rank itself, with the instruction, or with its work between two steps.
             here = node.said.partition(f"\n  rank {rank}: step ")[2].partition("\n")[0]
             places = ("instruction ", "the work after the plan", "the norm of", "agreeing on")
             assert any(words in here for words in places), node.said

@@ -68,13 +68,13 @@ MODULES = {
     "an encoder in the bubbles": (module_on("vision", dp=2), module_on("llm", pp=2)._replace(chunk=1)),
 }
 TORCHS = {name: partial(of_torchs_stages, schedule=name) for name in ("1f1b", "interleaved_1f1b", "zb_v")}
-# By the name of a case: what runs the step. Of SHARDED there are two pipelines, whose stages FSDP2 shards.
+# Name of a case -> the function that runs the step. Cases of SHARDED have two pipelines, whose stages FSDP2 shards.
 SHARDED: dict[str, Callable[[Trial], str]] = {
     "sharded, 1f1b": partial(of_the_library, fsdp_collectives="zero3"),
     "sharded, zb_v": partial(of_the_library, pipeline_schedule="zb_v", fsdp_collectives="by_cost"),
     "torch's stages, sharded, zb_v": TORCHS["zb_v"],
 }
-# Of each kind so many run, which are drawn.
+# How many drawn cases of each kind run.
 KINDS: list[tuple[int, dict[str, Callable[[Trial], str]]]] = [
     (4, {name: partial(of_the_library, **fields) for name, fields in LIBRARY.items()}),
     (

@@ -53,7 +53,7 @@ def _interrupt_a_small_send(rank: int) -> None:
     assert [transport.unfinished_sends(2, size) for size in (0, 12, LARGE_BYTES - 1, LARGE_BYTES)] == [0, 16, 16, 0]
     if rank == 0:
         work = transport.isend(message, 1, ACT)
-        # As abort does, without closing connections: gloo is not to help.
+        # As abort does, but without closing connections, so that gloo does not help.
         threading.Timer(0.3, lambda: transport._threads.interrupt("a test")).start()
         with pytest.raises(InterruptedTransferError, match=r"^a test$"):
             work.wait()

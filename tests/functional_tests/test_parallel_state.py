@@ -89,7 +89,7 @@ def check_misuse(rank: int) -> None:
 def rank_main(rank: int, _: int) -> None:
     for grid in GRIDS:
         sizes = {"pipeline_model_parallel_size": grid.pipeline_parallel, "context_parallel_size": grid.context_parallel}
-        if grid.tensor_parallel * grid.data_parallel == WORLD:  # else it is what the others leave
+        if grid.tensor_parallel * grid.data_parallel == WORLD:  # else its value is what other tests leave
             sizes["data_parallel_size"] = grid.data_parallel
         state.initialize_model_parallel(grid.tensor_parallel, **sizes)
         check_every_group(rank, grid)

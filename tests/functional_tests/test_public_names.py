@@ -32,7 +32,7 @@ FUNCTIONS = (
     "get_pp_rank_microbatches",
     "get_tensor_shapes",
 )
-Parameters = list[list[Any]]  # of each the name, the kind, and whether it may be left out
+Parameters = list[list[Any]]  # name, kind, and whether it may be left out, of each parameter
 
 
 def parameters_of(function: Any) -> Parameters:

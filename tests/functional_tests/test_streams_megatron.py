@@ -20,7 +20,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-# (policy, schedule, are backwards split, does Megatron call the engine through the plug-in)
+# (policy, schedule, whether backwards are split, whether Megatron calls the engine through the plug-in)
 CASES = [
     ("overlap", "1f1b", False, False),
     ("batched", "1f1b", False, False),

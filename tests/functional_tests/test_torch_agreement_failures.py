@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 SIZE, MICROBATCHES, WIDTH, STEPS = 3, 3, 4, 3
 PATIENCE = 3.0  # config.p2p_timeout, seconds
-SECONDS = PATIENCE + 12.0  # a rank looks for the cause for some time
+SECONDS = PATIENCE + 12.0  # for as long a rank looks for the cause
 BATCH, SHAPES = "its batch, in the second step", "its first forward"
 PLACES = (BATCH, SHAPES)
 FAULTS = ("raise", "exit", "os_exit", "kill", "stop")

@@ -35,7 +35,7 @@ STAGES = [
 ROWS = [*RUNTIME, *ODD, *torch_stages.SETTINGS, *STAGES, *torch_stages.ODD_COMPILED]
 
 
-# One start serves all rows.
+# All rows run in the same processes.
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, list[Compared]]:
     return run_rows(f"{torch_runtime.__name__}:ROWS", asked(request, ROWS), 4)

@@ -21,7 +21,7 @@ ODD = torch_stages.in_turn(torch_stages.ODD_SHARDED, 2 * len(torch_stages.ODD_SH
 LONGER = drawn(torch_stages.LONGER, 1)
 
 
-# One start serves all rows on four processes.
+# All rows on four ranks run in the same processes.
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, list[Compared]]:
     return run_rows(f"{torch_runtime.__name__}:ROWS", asked(request, [*RUNTIME, *STAGES, *ODD]), 4)

@@ -79,7 +79,7 @@ def test_ranks_of_a_job_write_one_run(folder, policy, capsys):
     found = analyse(run)
     sent = {link: messages for link, (messages, _) in found.measured.volume().items()}
     assert sent == {(0, 1): 6, (1, 0): 6, (1, 2): 6, (2, 1): 6}
-    for t in found.measured.transfers:  # processes of one machine: no event may come before its cause
+    for t in found.measured.transfers:  # on one machine no event may come before its cause
         assert t.end >= max(t.send_posted, t.receive_posted)
     for rank in range(1, 3):
         first = next(e for e in found.measured.events(rank) if str(e.instruction) == "F0.0")

@@ -57,7 +57,7 @@ class OnCPU(libraries.TransformerEngineParts):
 class Writer(checkpoint._Writer):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.per_thread_copy_ahead = 0  # it copies by streams of a GPU
+        self.per_thread_copy_ahead = 0  # it copies by a GPU's streams
 
 
 def train_all(rank: int, size: int, folder: Path, runs: dict[str, list[str]]) -> dict[str, Any]:

@@ -21,13 +21,13 @@ from tests.functional_tests.test_train_script import ROOT, SHORT, losses, number
 RANKS, STEPS, MICROBATCHES = 2, 2, 5
 SIZES = [*SHORT, "--num-microbatches", str(MICROBATCHES), "--train-steps", str(STEPS), "--eval-interval", "0"]
 
-# Orders of operations that others have in another order.
+# Schedules that differ from others only in the order of their operations.
 ALIKE = {"eager_1f1b", "gis", "gis_h", "breadth_first", "zb_h2", "v_half", "v_min", "auto"}
 RUN = [name for name in SCHEDULES if EXHAUSTIVE or name not in ALIKE]
 SLICED = [name for name in RUN if SCHEDULES[name].sliced]
 SPLIT_OUTPUT = [name for name in RUN if SCHEDULES[name].barriers]
 FILES = {"own.json": "json", "pytorch.csv": "torch-csv"}
-NO_SCHEDULE = {  # what is asked for without naming one
+NO_SCHEDULE = {  # settings that choose a schedule without its name
     "one chunk": ["--virtual-pipeline-model-parallel-size", "1"],
     "slices": ["--virtual-pipeline-model-parallel-size", "2", "--sequence-slices", "4"],
 }
@@ -97,7 +97,7 @@ def test_the_script_brings_the_chunks_that_a_schedule_needs_and_says_what_is_spl
     first, _, layers, optimizer, backward = train(RANKS, folder, flags).splitlines()[:5]
     assert first.startswith(f"{schedule}, overlap communication, on cpu: 2 ranks x 2 chunks x 1 replica,")
     assert (layers, optimizer) == ("layers: torch; norms: torch LayerNorm", "optimizer: torch AdamW (fused=False)")
-    # Of the first and the last stage: two layers of four linear maps, the embedding and the output, and five norms.
+    # The first and the last stage have two layers of four linear maps, the embedding, the output and five norms.
     assert backward == (
         "backward: split; of rank 0, 10 layers defer their weight gradients, 0 do so themselves, 5 compute all "
         "gradients at once"

@@ -44,7 +44,7 @@ SMALL = [
     *("--eval-interval", "4", "--warmup-steps", "2", "--log-interval", "1"),
 ]
 TEXT = ROOT / "megatron_pp" / "config" / "model_config.py"
-# On a text that is read at once; by default all of the standard library is searched for 400,000 bytes of it.
+# This text is read quickly; the default searches the whole standard library for 400,000 bytes.
 ON_TEXT = ["--data", str(TEXT), "--validation-fraction", "0.2"]
 SHORT = [*SMALL, *ON_TEXT]
 INTERLEAVED = ["--virtual-pipeline-model-parallel-size", "2", "--overlap-p2p-comm"]
@@ -116,7 +116,7 @@ def ranks_of(launcher: int) -> list[int]:
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             variables = (folder / "environ").read_text().split("\0") if parent == launcher else []
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         ranks.update({int(v.removeprefix("RANK=")): int(folder.name) for v in variables if v.startswith("RANK=")})
     return [ranks[rank] for rank in sorted(ranks)]
@@ -152,7 +152,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "texts").mkdir()
     (folder / "texts" / "text").write_bytes(TEXT.read_bytes() * 4)
     flags = [*SMALL, "--train-steps", "8", "--save-interval", "4", "--hidden-dropout", "0.1", "--data", "texts"]
-    flags += ["--keep-checkpoints", "3"]  # the fourth step's stays when a test continues from it
+    flags += ["--keep-checkpoints", "3"]  # the fourth step's checkpoint stays when a test continues from it
     flags += ["--tensorboard", "--plot", "--peak-tflops", "0.1", "--run-dir", "run"]
     code, output = run_train_sh(folder, *flags)
     assert code == 0, output
@@ -324,7 +324,7 @@ def test_ranks_start_again_after_a_kill_and_end_with_an_error(trained: Path) -> 
     flags += ["--data", "texts", "--run-dir", "killed"]
     with Launch(folder, *FAULTY, "1", "44", "4", *flags, restarts=1) as launch:
         code, output = launch.end()
-    assert code == 1, output  # after a process group's timeout the deadline would have come first
+    assert code == 1, output  # the deadline would have come before the process group's timeout
     assert output.count("PipelineStallError: pipeline stalled: the process of rank 1") == 1, output
     assert f"continuing from {Path('killed/checkpoints/step-00000004')}" in output
     assert numbers(folder / "killed") == numbers(trained)[:-1]

@@ -320,7 +320,7 @@ def what_cannot_be_sent_is_an_error_on_both_ranks(case: Case) -> str:
         run = lab.Run(case)
         with pytest.raises(ScheduleInputError) as error:
             run.schedule(0, True)
-    lab.forget_groups()  # a step that failed has ended them
+    lab.forget_groups()  # a failed step has ended them
     return str(error.value)
 
 

@@ -34,9 +34,9 @@ _PARITY = ROOT / "megatron_pp" / "tools" / "parity"
 _CHECK = ROOT / "megatron_pp" / "tools" / "check"  # checks jobs on machines without a GPU
 _STAND_INS = (_PARITY / "cpu_stand_in.py", _PARITY / "cpu_collectives.py", _CHECK)
 
-_DEVICE = re.compile(r"cuda(?![_ ]?graph)|nccl|nvtx", re.IGNORECASE)  # Megatron's options on CUDA graphs are no device
+_DEVICE = re.compile(r"cuda(?![_ ]?graph)|nccl|nvtx", re.IGNORECASE)  # Megatron's options of CUDA graphs need no device
 _CONDITION = re.compile(rf"{_DEVICE.pattern}|\b(on|has)_gpus?\b", re.IGNORECASE)
-_QUESTIONS = {"is_available", "device_count"}  # answered without a device, too
+_QUESTIONS = {"is_available", "device_count"}  # these also have an answer without a device
 # The seam there, and code that has its own tests.
 _ELSEWHERE = (_ON_THE_FIRST_DAY / "outside.py", _ON_THE_FIRST_DAY / "runner.py")
 NOT_MEASURED = (*_STAND_INS, *_ELSEWHERE)
@@ -114,7 +114,7 @@ def _sides(test: ast.expr) -> tuple[bool | None, bool | None]:
         return otherwise, then
     if isinstance(test, ast.BoolOp):
         thens, others = (list(sides) for sides in zip(*map(_sides, test.values), strict=True))
-        # `a and b` is true only where every part is, `a or b` false.
+        # `a and b` is true only if every part is true; `a or b` is false only if every part is false.
         return (_any(thens), _all(others)) if isinstance(test.op, ast.And) else (_all(thens), _any(others))
     code = ast.unparse(test)
     if not _CONDITION.search(code) or "device_count" in code:
@@ -260,7 +260,7 @@ def lines_that_run(
     log = LineLog(files)
     with log.marking():
         for scenario in importlib.import_module(programs[rank]).SCENARIOS:
-            gc.freeze()  # scenarios collect, and need not look through what libraries hold
+            gc.freeze()  # scenarios collect garbage; they need not look through the objects of libraries
             own = folder / scenario.__name__
             own.mkdir()
             scenario(own)

@@ -62,10 +62,10 @@ def machine(gpus: int, *places: tuple[Any, str, Any]) -> Iterator[None]:
     stand_ins: list[tuple[Any, str, Any]] = [(outside, name, answer) for name, answer in answers.items()]
     stand_ins += [(faults, "MOST_RANKS", 2), (race_cases, "LATE", 0.05), (overlap, "COST", 10.0)]
     stand_ins += [(exposed, "SCHEDULES", {"interleaved_1f1b": 2})]
-    stand_ins += [(part, "MICROBATCHES", 4) for part in (exposed, pairs)]  # what is wanted holds of any number
-    stand_ins += [(overlap, "SHARED_COST", 10.0)]  # the host's seconds, which say nothing here
+    stand_ins += [(part, "MICROBATCHES", 4) for part in (exposed, pairs)]  # the conditions hold for any number
+    stand_ins += [(overlap, "SHARED_COST", 10.0)]  # seconds of the host, which mean nothing here
     stand_ins += [(unloaded.Launches, "launch", lambda launches: torch.cuda.synchronize())]
-    stand_ins += [(part, "SPIN_MS", 5000.0) for part in (waits, more_waits)]  # longer than a loaded host takes
+    stand_ins += [(part, "SPIN_MS", 5000.0) for part in (waits, more_waits)]  # longer than on a loaded host
     stand_ins += [(named, "TIMEOUTS", {"p2p_timeout": 1.5, "compute_timeout": 20.0})]
     stand_ins += [(torch.cuda, "Event", LaneEvent), (torch.cuda, "_sleep", _sleep), (gpu_check, "Sizes", lambda: SIZES)]
     with virtual_machine(*stand_ins, *places):
@@ -149,7 +149,7 @@ def _transfer_wrongly(network: StreamNetwork, content: torch.Tensor, into: torch
 
 def _free_slowly(engine: PlanExecutor, at: Any) -> None:
     if at.op == FREE_F:
-        time.sleep(0.02)  # more than a loaded machine adds to the step that it is compared with
+        time.sleep(0.02)  # more than a loaded machine adds to the step of the comparison
         torch.cuda._sleep(100_000_000)
     _FREE(engine, at)
 
@@ -158,7 +158,7 @@ def _pool(kind: type[GlooPool]) -> Callable[[int, str], GlooPool]:
     """Return a function that makes a pool with forked ranks."""
 
     def started(size: int, start: str) -> GlooPool:
-        # Not when this module is imported: then ranks of all tests would be forked from a process without the rest.
+        # Not on import: then ranks of all tests would be forked from a process without their modules.
         multiprocessing.set_forkserver_preload(["testkit.faults.fault_scenario_worker"])
         return kind(size, "forkserver")
 

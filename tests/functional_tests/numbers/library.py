@@ -181,12 +181,12 @@ def faults_elsewhere() -> list[Steps]:
 def grid(policy: str) -> list[Steps]:
     """Return rows of 1F1B and interleaved 1F1B under ``policy``."""
     both = (False, True)
-    # Two ranks are each other's next and previous: what could cross, crosses here.
+    # Each of two ranks is the other's next and previous one: here messages cross if they can.
     cases = [Steps(2, 2, m, policy, forward_only=only) for m, only in itertools.product((1, 2, 5), both)]
     cases += [Steps(2, 2, 4, policy, variable, fields=(("p2p_channels", "shared"),)) for variable in both]
     cases += [Steps(2, 1, 5, policy, variable) for variable in both]
     cases += [Steps(2, 1, 5, policy, True, fields=(("p2p_channels", "shared"),))]
-    # Groups larger than the pipeline, and a ragged last one.
+    # Groups larger than the pipeline, and a smaller last group.
     cases += [Steps(2, 3, 6, policy, fields=(("microbatch_group_size_per_vp_stage", 3),))]
     cases += [Steps(3, 2, 7, policy, fields=(("microbatch_group_size_per_vp_stage", 6),))]
     cases += [Steps(3, 2, 7, policy), Steps(3, 1, 4, policy, True, True)]
@@ -221,7 +221,7 @@ def in_data_parallelism() -> list[Steps]:
     zero-bubble schedules silently give wrong gradients here, because they compute weight gradients after the reduction.
     Before the second step DistributedDataParallel rebuilds its buckets."""
     split_of = {"zb_h1": 1, "zb_h2": 1, "interleaved_zb": 2, "zb_v": 2, "v_half": 2, "dualpipe_v": 2, "1f1b_v": 2}
-    whole_of = {"1f1b": 1, "interleaved_1f1b": 2, "zb_h1": 1}  # the last one's B are full ones
+    whole_of = {"1f1b": 1, "interleaved_1f1b": 2, "zb_h1": 1}  # zb_h1 here has whole backwards
     cases = [
         Steps(2, chunks, 5, split=split, fields=(("pipeline_schedule", name),), replicas=2, wrapped=DDP, steps=2)
         for schedules, split in ((whole_of, False), (split_of, True))

@@ -186,7 +186,7 @@ class Checkpointed(Stage):
     reentrant = False
 
     def forward(self, x: Tensor) -> Any:
-        x = x if x.requires_grad else x.detach().requires_grad_()  # else the reentrant kind gives no gradient
+        x = x if x.requires_grad else x.detach().requires_grad_()  # else reentrant checkpointing gives no gradient
 
         def inner(z: Tensor) -> Tensor:
             return torch.tanh(self.linear(z))

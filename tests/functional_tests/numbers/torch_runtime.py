@@ -192,7 +192,7 @@ def compare_builders(place: Place, name: str) -> float:
     numbers = stage_numbers(shape_of(name), place.size, chunks)[place.rank]
     for ours in (False, True):
         modules = modules_of(place, numbers, place.size * chunks, lambda number, count: WithBuilder())
-        stages = stages_of(place, numbers, modules, static=True)  # else torch's runtime queues a backward of its own
+        stages = stages_of(place, numbers, modules, static=True)  # else torch's runtime queues its own backward
         for stage in stages:
             stage.dw_builder = stage.submod.dw_builder
         QUEUE.clear()
@@ -202,7 +202,7 @@ def compare_builders(place: Place, name: str) -> float:
 
 
 def compare_builder_beside(place: Place) -> float:
-    """Compare stages of which one of a rank's two has a ``dw_builder`` with whole backwards."""
+    """Compare split with whole backwards, where one of a rank's two stages has a ``dw_builder``."""
     count, both = 6, []
     numbers = stage_numbers("zb_v", place.size, 2)[place.rank]
     for name in ("1f1b_v", "zb_v"):

@@ -124,7 +124,7 @@ class Stages:
                 output = run(*((x,) if 0 in numbers else ()), **more)
                 if losses:
                     found |= named_losses(number, losses, output)
-                if self.wrapped != FSDP or number == len(RUNS) - 1:  # each time all parameters are gathered
+                if self.wrapped != FSDP or number == len(RUNS) - 1:  # called whenever all parameters are gathered
                     for k in numbers:
                         found |= named_state(number, k, every[k])
         return found
@@ -428,7 +428,7 @@ SETTINGS = rows_of(
         )
     ]
 )
-# Of each of these a run has so many rows.
+# How many rows of each of these a run has.
 SHARDED = [
     (2, of_torchs(WHOLE, 2, 2, **IN_FSDP)),
     (2, of_torchs(SPLITTING, 2, 2, **IN_FSDP)),

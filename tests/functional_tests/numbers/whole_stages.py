@@ -76,7 +76,7 @@ class _Watch:
         arriving = reducing = 0
         off = []
         for k, at in enumerate(self.plan.programs[rank]):
-            arriving += {"UNSHARD": 1, "WAIT_UNSHARD": -1}.get(at.op, 0)  # whole with the wait
+            arriving += {"UNSHARD": 1, "WAIT_UNSHARD": -1}.get(at.op, 0)  # whole after the wait
             reducing += {"REDUCE_GRAD": 1, "WAIT_REDUCE_GRAD": -1}.get(at.op, 0)  # in buffers of the reduction
             expected = STAGE_BYTES * (parameters[k] - arriving), STAGE_BYTES * (gradients[k] - reducing)
             if self.after[k] != expected:
