@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_pp.tools.parity.processes import RunError, run_ranks  # noqa: E402
+from megatron_pp.tools.parity.workers.processes import RunError, run_ranks  # noqa: E402
 
 MODULE, ALONE = "test_schedule_multiproc", "test_schedule"
 PASSED, SKIPPED = "passed", "skipped"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import shaped_network
-from megatron_pp.tools.parity.processes import end_with_parent
+from megatron_pp.tools.parity.workers.processes import end_with_parent
 from testkit.faults.fault_scenarios import Pool
 from testkit.processes import run_processes
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_pp.tools.parity.comparison import compare_records
-from megatron_pp.tools.parity.parameters import Place
-from megatron_pp.tools.parity.recorder import GRADIENT, LOSS, PARAMETER, Key, Record, Value
+from megatron_pp.tools.parity.answers.comparison import compare_records
+from megatron_pp.tools.parity.records.parameters import Place
+from megatron_pp.tools.parity.records.recorder import GRADIENT, LOSS, PARAMETER, Key, Record, Value
 from testkit.megatron.cases import Case, Job
 
 NOTE = "note"  # notes of the training loop

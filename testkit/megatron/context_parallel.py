@@ -1,7 +1,7 @@
 """Context parallelism of Megatron-core on the CPU: each rank holds two of the 2 x CP pieces of a sequence.
 
-Megatron's dense attention with context parallelism needs Transformer Engine; `megatron_pp.tools.parity.cpu_layers` adds
-it to the plain attention. The sparse attention of Megatron's main branch (DSA) has it in plain torch. So with
+Megatron's dense attention with context parallelism needs Transformer Engine; `megatron_pp.tools.parity.cpu.cpu_layers`
+adds it to the plain attention. The sparse attention of Megatron's main branch (DSA) has it in plain torch. So with
 `sparse_attention` the attention is also Megatron's.
 """
 
@@ -18,7 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from megatron_pp.tools.parity.cpu_layers import positions_of
+from megatron_pp.tools.parity.cpu.cpu_layers import positions_of
 
 
 def of_this_rank(tensor: torch.Tensor) -> torch.Tensor:

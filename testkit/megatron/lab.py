@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from megatron_pp.tools.parity import cpu_layers, cpu_stand_in
+from megatron_pp.tools.parity import cpu_stand_in
+from megatron_pp.tools.parity.cpu import cpu_layers
 
 warnings.simplefilter("ignore")  # hides known warnings: no Apex, no Transformer Engine, names that torch deprecates
 cpu_stand_in.redirect()
@@ -50,7 +51,7 @@ with cpu_stand_in.triton_stand_in():
 from megatron_pp.common.module_attributes import unwrapped  # noqa: E402
 from megatron_pp.plan.orders import find_family  # noqa: E402
 from megatron_pp.tools.flags.flags import Flags  # noqa: E402
-from megatron_pp.tools.parity.parameters import Place, global_name  # noqa: E402
+from megatron_pp.tools.parity.records.parameters import Place, global_name  # noqa: E402
 from megatron_pp.weight_grad import split_weight_grad, store_of  # noqa: E402
 from testkit.megatron.cases import Case, Job, Model  # noqa: E402
 from testkit.megatron.comparison import compare, read_reference, record_of, write_reference  # noqa: E402

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_pp.tools.parity.process_tree import end_with_parent, leave
+from megatron_pp.tools.parity.workers.process_tree import end_with_parent, leave
 
 ROOT = Path(__file__).resolve().parents[2]
 

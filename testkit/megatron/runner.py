@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron_pp.tools.parity.processes import end_with_parent
+from megatron_pp.tools.parity.workers.processes import end_with_parent
 from testkit.megatron.cases import Case, Job, Outcome, compared
 from testkit.rank_processes import DIED, RankProcesses, RanksTimedOutError
 

@@ -25,7 +25,7 @@ from examples.recipes import packed_rl_update
 from megatron_pp.features.packing.packing import Pack, PackingRules, packed
 from megatron_pp.features.packing.steps import PackedSteps
 from megatron_pp.integrations import megatron_core
-from megatron_pp.tools.parity.cpu_layers import positions_of
+from megatron_pp.tools.parity.cpu.cpu_layers import positions_of
 from testkit.megatron import lab as megatron_lab
 from testkit.megatron.cases import Case
 

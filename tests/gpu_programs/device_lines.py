@@ -32,7 +32,7 @@ _ON_THE_FIRST_DAY = ROOT / "scripts" / "gpu_day"  # nothing of it runs for the f
 # Code that replaces a device on machines without one.
 _PARITY = ROOT / "megatron_pp" / "tools" / "parity"
 _CHECK = ROOT / "megatron_pp" / "tools" / "check"  # checks jobs on machines without a GPU
-_STAND_INS = (_PARITY / "cpu_stand_in.py", _PARITY / "cpu_collectives.py", _CHECK)
+_STAND_INS = (_PARITY / "cpu_stand_in.py", _PARITY / "cpu" / "cpu_collectives.py", _CHECK)
 
 _DEVICE = re.compile(r"cuda(?![_ ]?graph)|nccl|nvtx", re.IGNORECASE)  # Megatron's options of CUDA graphs need no device
 _CONDITION = re.compile(rf"{_DEVICE.pattern}|\b(on|has)_gpus?\b", re.IGNORECASE)

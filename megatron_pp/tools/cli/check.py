@@ -22,7 +22,7 @@ from megatron_pp.tools.check.text import lines_of
 from megatron_pp.tools.cli import parity, run
 from megatron_pp.tools.cli.errors import BAD_INPUT
 from megatron_pp.tools.cli.terminal import open_terminal, print_line
-from megatron_pp.tools.parity.verdicts import DIFFERENT, EXIT_CODES
+from megatron_pp.tools.parity.answers.verdicts import DIFFERENT, EXIT_CODES
 
 NAME = "check"
 SUMMARY = "find what would fail, compute wrongly, wait or run out of memory in a job, before it is launched"

@@ -22,15 +22,15 @@ from megatron_pp.tools.cli import run
 from megatron_pp.tools.cli.errors import BAD_INPUT
 from megatron_pp.tools.cli.terminal import open_terminal, print_command, print_line
 from megatron_pp.tools.flags.flags import Flags
-from megatron_pp.tools.parity import junit
-from megatron_pp.tools.parity.keeper import Workplace, work_apart
+from megatron_pp.tools.parity.answers import junit
+from megatron_pp.tools.parity.answers.verdicts import DIFFERENT, EXIT_CODES, REPEAT
 from megatron_pp.tools.parity.layout import CHECKPOINTS
-from megatron_pp.tools.parity.verdicts import DIFFERENT, EXIT_CODES, REPEAT
+from megatron_pp.tools.parity.workers.keeper import Workplace, work_apart
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_pp.tools.parity.answer import Answer
+    from megatron_pp.tools.parity.answers.answer import Answer
 
 NAME = "parity"
 _LAYERS = "--transformer-impl"  # parity sets it on the CPU
@@ -122,7 +122,7 @@ def _answer(args: argparse.Namespace, settings: Any, place: Workplace) -> Said:
     with contextlib.redirect_stdout(sys.stderr), _progress() as say:
         answer = command.answer(options, load, partial(_install, settings), say, place)
     answer.known_faults = known_faults(answer, options.arguments)
-    page: Any = importlib.import_module("megatron_pp.tools.parity.page")
+    page: Any = importlib.import_module("megatron_pp.tools.parity.answers.page")
     return Said(answer.verdict, answer.to_json(), answer.lines(), junit.text_of(answer), page.text_of(answer))
 
 

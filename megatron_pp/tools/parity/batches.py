@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_pp.tools.parity.parameters import Place
+from megatron_pp.tools.parity.records.parameters import Place
 
 
 def install(uneven_masks: bool) -> None:

@@ -10,18 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp.tools.flags.flags import Flags
-from megatron_pp.tools.parity.answer import Answer
-from megatron_pp.tools.parity.comparison import FAR_OFF, FLOAT32, FLOAT64, Comparison, compare_records, same_bits
-from megatron_pp.tools.parity.diagnosis import smallest
+from megatron_pp.tools.parity.answers.answer import Answer
+from megatron_pp.tools.parity.answers.comparison import (
+    FAR_OFF,
+    FLOAT32,
+    FLOAT64,
+    Comparison,
+    compare_records,
+    same_bits,
+)
+from megatron_pp.tools.parity.answers.diagnosis import smallest
+from megatron_pp.tools.parity.answers.verdicts import DIFFERENT, EQUAL, ORDER
 from megatron_pp.tools.parity.exercise import DROPOUT, not_exercised, refuse
-from megatron_pp.tools.parity.keeper import Workplace
 from megatron_pp.tools.parity.layout import Layout, fewest_processes
-from megatron_pp.tools.parity.processes import RunError
 from megatron_pp.tools.parity.runs import MEGATRON, OURS, Program, Runs, prepare
 from megatron_pp.tools.parity.script import Seen, canonical, examine
 from megatron_pp.tools.parity.script import refuse as refuse_usage
 from megatron_pp.tools.parity.shrink import NEEDS_GPU, PRECISION, for_parity
-from megatron_pp.tools.parity.verdicts import DIFFERENT, EQUAL, ORDER
+from megatron_pp.tools.parity.workers.keeper import Workplace
+from megatron_pp.tools.parity.workers.processes import RunError
 
 ENGINES = {"both": (MEGATRON, OURS), "megatron": (MEGATRON,), "ours": (OURS,)}
 

@@ -52,8 +52,8 @@ from typing import Any
 
 import torch
 
-from megatron_pp.tools.parity.cpu_collectives import redirect_distributed
-from megatron_pp.tools.parity.wrapping import wrap
+from megatron_pp.tools.parity.cpu.cpu_collectives import redirect_distributed
+from megatron_pp.tools.parity.cpu.wrapping import wrap
 
 CPU = torch.device("cpu")
 _TRAINING_LOOP = "megatron.training.training"

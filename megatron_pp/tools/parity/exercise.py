@@ -4,7 +4,7 @@ they were not compared."""
 from __future__ import annotations
 
 from megatron_pp.tools.flags.flags import Flags
-from megatron_pp.tools.parity.processes import RunError
+from megatron_pp.tools.parity.workers.processes import RunError
 
 _SHARDED = (
     "parity cannot read parameters that FSDP shards. Compare the layout without it, with --use-distributed-optimizer"

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.tools.parity.comparison import DIFFERENT, EQUAL, FLOAT64, Comparison, compare_records
-from megatron_pp.tools.parity.parameters import Place
-from megatron_pp.tools.parity.processes import run_ranks
-from megatron_pp.tools.parity.recorder import GRADIENT, LOSS, Key, Record, Value
+from megatron_pp.tools.parity.answers.comparison import DIFFERENT, EQUAL, FLOAT64, Comparison, compare_records
+from megatron_pp.tools.parity.records.parameters import Place
+from megatron_pp.tools.parity.records.recorder import GRADIENT, LOSS, Key, Record, Value
+from megatron_pp.tools.parity.workers.processes import run_ranks
 
 _GROUPS = ("TP", "PP", "CP", "DP", "EP", "ETP")
 Microbatch = tuple[torch.Tensor, torch.Tensor]

@@ -21,10 +21,10 @@ from typing import Any
 
 from megatron_pp.common.gc_pause import collector_paused
 from megatron_pp.integrations.on_import import WhenImported
-from megatron_pp.tools.parity import float64
+from megatron_pp.tools.parity.cpu import float64
 from megatron_pp.tools.parity.layout import NO_OPTIMIZER, RESTORE, SAVE, Layout
-from megatron_pp.tools.parity.processes import RunError, run_ranks
-from megatron_pp.tools.parity.recorder import PARAMETER, TRAINING_LOOP, Record, Recorder
+from megatron_pp.tools.parity.records.recorder import PARAMETER, TRAINING_LOOP, Record, Recorder
+from megatron_pp.tools.parity.workers.processes import RunError, run_ranks
 
 MEGATRON, OURS = "megatron", "ours"
 
@@ -213,7 +213,8 @@ def prepare(program: Program) -> None:
 
 
 def _import_on_cpu(program: Program) -> None:
-    from megatron_pp.tools.parity import cpu_layers, cpu_stand_in, hybrid_layers
+    from megatron_pp.tools.parity import cpu_stand_in
+    from megatron_pp.tools.parity.cpu import cpu_layers, hybrid_layers
 
     vars(typing).setdefault("override", lambda function: function)  # Megatron's main branch needs Python 3.12
     cpu_stand_in.redirect()

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from megatron_pp.integrations import megatron_core
 from megatron_pp.integrations.on_import import WhenImported
 from megatron_pp.tools.flags.flags import Flags
-from megatron_pp.tools.parity.processes import RunError, run_ranks
-from megatron_pp.tools.parity.recorder import TRAINING_LOOP
-from megatron_pp.tools.parity.wrapping import wrap, wrapped
+from megatron_pp.tools.parity.cpu.wrapping import wrap, wrapped
+from megatron_pp.tools.parity.records.recorder import TRAINING_LOOP
+from megatron_pp.tools.parity.workers.processes import RunError, run_ranks
 
 _MEGATRONS = ("--tensor-model-parallel-size", "--mock-data", "--tokenizer-type", "--transformer-impl", "--eval-iters")
 """A parser that knows these flags is Megatron's."""

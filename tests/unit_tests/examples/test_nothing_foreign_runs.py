@@ -20,8 +20,8 @@ ALLOWED = {
     "megatron_pp/tools/check/jobs/megatron_process.py": {"running text: compile", "running text: exec"},
     "megatron_pp/tools/cli/run.py": {"running text: compile", "running text: exec"},
     "megatron_pp/integrations/megatron/steps/v_logs.py": {"unpickling: pickle"},
-    "megatron_pp/tools/parity/keeper.py": {"unpickling: pickle"},  # the outcome of the worker that it has started
-    "megatron_pp/tools/parity/processes.py": {"unpickling: pickle"},  # results of the ranks that it has started
+    "megatron_pp/tools/parity/workers/keeper.py": {"unpickling: pickle"},  # the outcome of the worker it has started
+    "megatron_pp/tools/parity/workers/processes.py": {"unpickling: pickle"},  # results of the ranks that it has started
     "megatron_pp/tools/parity/script.py": {"unpickling: pickle"},  # writes one, and reads none
 }
 READS_YAML = {"load", "load_all", "full_load", "unsafe_load"}

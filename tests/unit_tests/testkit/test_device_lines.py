@@ -19,11 +19,11 @@ EXEMPT = {
     ("benchmarks/engine_megatron.py", 'if kwargs.get("device") == "cuda":'): _ONLY_WITHOUT_A_GPU,
     ("benchmarks/engine_megatron.py", 'kwargs["device"] = "cpu"'): _ONLY_WITHOUT_A_GPU,
     (
-        "megatron_pp/tools/parity/latent_layers.py",
+        "megatron_pp/tools/parity/cpu/latent_layers.py",
         "tracker = random.get_cuda_rng_tracker()",
     ): "in ranks of models with latent attention",
     (
-        "megatron_pp/tools/parity/processes.py",
+        "megatron_pp/tools/parity/workers/processes.py",
         'os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # for Megatron',
     ): "in ranks that are forked",
     (

@@ -28,7 +28,7 @@ from megatron_pp.tools.cli.command_line import main
 from megatron_pp.tools.cli.legend import legend
 from megatron_pp.tools.cli.parser import HelpFormatter
 from megatron_pp.tools.cli.terminal import print_command, print_line, wrapped, wrapped_command
-from megatron_pp.tools.parity.verdicts import REPEAT
+from megatron_pp.tools.parity.answers.verdicts import REPEAT
 
 ADVICE = "advise -P 2 --global-batch 4 --memory-gb 80 --activation-gb 2 --forward-ms 1 --backward-ms 2 --p2p-ms 0.1"
 _HELPED = ("plan", "verify", "simulate", "advise", "draw", "report", "parity", "run", "check")

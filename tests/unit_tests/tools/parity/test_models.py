@@ -8,7 +8,7 @@ import torch
 import megatron_pp
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.parity import Pipeline, assert_equal, assert_within_rounding, compare
-from megatron_pp.tools.parity.processes import RunError
+from megatron_pp.tools.parity.workers.processes import RunError
 
 
 class Block(torch.nn.Module):

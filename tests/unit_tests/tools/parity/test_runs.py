@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from megatron_pp.tools.flags.flags import Flags
+from megatron_pp.tools.parity.answers.comparison import ROUNDING
 from megatron_pp.tools.parity.command import compare_engines
-from megatron_pp.tools.parity.comparison import ROUNDING
 from megatron_pp.tools.parity.layout import Layout
-from megatron_pp.tools.parity.parameters import Place
-from megatron_pp.tools.parity.recorder import FORWARD, PARAMETER, RESTORED, Key, Record, Value
+from megatron_pp.tools.parity.records.parameters import Place
+from megatron_pp.tools.parity.records.recorder import FORWARD, PARAMETER, RESTORED, Key, Record, Value
 from megatron_pp.tools.parity.runs import Program, Runs
 
 TP2 = ["--tensor-model-parallel-size", "2"]

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from megatron_pp.tools.parity.latent_layers import complete_latent_attention
-from megatron_pp.tools.parity.wrapping import wrap
+from megatron_pp.tools.parity.cpu.latent_layers import complete_latent_attention
+from megatron_pp.tools.parity.cpu.wrapping import wrap
 
 
 def complete_layers() -> None:

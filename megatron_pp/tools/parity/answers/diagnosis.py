@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_pp.tools.parity.comparison import Comparison, Difference
+from megatron_pp.tools.parity.answers.comparison import Comparison, Difference
+from megatron_pp.tools.parity.answers.verdicts import DIFFERENT
 from megatron_pp.tools.parity.layout import Layout
-from megatron_pp.tools.parity.processes import RunError
-from megatron_pp.tools.parity.verdicts import DIFFERENT
+from megatron_pp.tools.parity.workers.processes import RunError
 
 Compare = Callable[[Layout], Comparison]
 """Compares a layout with one process. Raises RunError if the layout cannot run."""

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from megatron_pp.errors import ConfigError
-from megatron_pp.tools.parity.keeper import Workplace, work_apart
-from megatron_pp.tools.parity.process_tree import descendants
-from megatron_pp.tools.parity.processes import RunError
+from megatron_pp.tools.parity.workers.keeper import Workplace, work_apart
+from megatron_pp.tools.parity.workers.process_tree import descendants
+from megatron_pp.tools.parity.workers.processes import RunError
 from testkit.faults.ends import as_in_the_foreground
 from tests.conftest import PROJECT_ROOT
 
@@ -126,7 +126,7 @@ def test_processes_that_are_left_end_those_of_a_dead_parent_too(tmp_path):
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
-from megatron_pp.tools.parity.keeper import work_apart
+from megatron_pp.tools.parity.workers.keeper import work_apart
 
 def work(place):
     place.prepared()

@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_pp.tools.cli.parity import known_faults
 from megatron_pp.tools.flags.flags import Flags
-from megatron_pp.tools.parity import junit, page
-from megatron_pp.tools.parity.answer import Answer
-from megatron_pp.tools.parity.comparison import FAR_OFF, Comparison, compare_records, same_bits
-from megatron_pp.tools.parity.diagnosis import Smallest, ratio_in_words, smallest
+from megatron_pp.tools.parity.answers import junit, page
+from megatron_pp.tools.parity.answers.answer import Answer
+from megatron_pp.tools.parity.answers.comparison import FAR_OFF, Comparison, compare_records, same_bits
+from megatron_pp.tools.parity.answers.diagnosis import Smallest, ratio_in_words, smallest
+from megatron_pp.tools.parity.answers.verdicts import DIFFERENT, EQUAL, EXIT_CODES, NOT_EXERCISED, ROUNDING
 from megatron_pp.tools.parity.layout import Layout
-from megatron_pp.tools.parity.parameters import Place, indices_of, made_values
-from megatron_pp.tools.parity.processes import RunError
-from megatron_pp.tools.parity.recorder import (
+from megatron_pp.tools.parity.records.parameters import Place, indices_of, made_values
+from megatron_pp.tools.parity.records.recorder import (
     BUFFER,
     FORWARD,
     GRADIENT,
@@ -35,7 +35,7 @@ from megatron_pp.tools.parity.recorder import (
     Recorder,
     Value,
 )
-from megatron_pp.tools.parity.verdicts import DIFFERENT, EQUAL, EXIT_CODES, NOT_EXERCISED, ROUNDING
+from megatron_pp.tools.parity.workers.processes import RunError
 
 RANKS = {"TP": 0, "PP": 0, "CP": 0, "DP": 0, "EP": 0, "ETP": 0}
 LOSS_KEY, GRAD = Key(0, LOSS, "loss", 0), Key(0, GRADIENT, "layers.0.weight")

@@ -8,10 +8,10 @@ from xml.etree import ElementTree as Xml
 
 from megatron_pp.errors import visible
 from megatron_pp.tools import junit
-from megatron_pp.tools.parity.verdicts import DIFFERENT, NOT_EXERCISED
+from megatron_pp.tools.parity.answers.verdicts import DIFFERENT, NOT_EXERCISED
 
 if TYPE_CHECKING:
-    from megatron_pp.tools.parity.answer import Answer
+    from megatron_pp.tools.parity.answers.answer import Answer
 
 
 _COMMAND = "parity"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_pp.tools.flags.flags import Flags
-from megatron_pp.tools.parity.hybrid_layers import GatedNorm, mamba_stand_in, split_convolved_scan
+from megatron_pp.tools.parity.cpu.hybrid_layers import GatedNorm, mamba_stand_in, split_convolved_scan
 from megatron_pp.tools.parity.layout import HYBRID, Layout
-from megatron_pp.tools.parity.parameters import Place, indices_of, part_of
+from megatron_pp.tools.parity.records.parameters import Place, indices_of, part_of
 from megatron_pp.tools.parity.shrink import shrink
 
 HEADS, SIZE, GROUPS, STATES, WIDTH = 4, 3, 2, 5, 4

@@ -6,11 +6,13 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_pp.tools.parity.comparison import Comparison, Difference
-from megatron_pp.tools.parity.diagnosis import Smallest, ratio_in_words, ratios
+from megatron_pp.tools.parity.answers.comparison import Comparison, Difference
+from megatron_pp.tools.parity.answers.diagnosis import Smallest, ratio_in_words, ratios
+from megatron_pp.tools.parity.answers.rounding import first_rounded
+from megatron_pp.tools.parity.answers.verdicts import DIFFERENT, NOT_EXERCISED, ORDER, REPEAT, ROUNDING, SENTENCES
 from megatron_pp.tools.parity.exercise import NOT_MADE
 from megatron_pp.tools.parity.layout import Layout
-from megatron_pp.tools.parity.recorder import (
+from megatron_pp.tools.parity.records.recorder import (
     BUFFER,
     GRADIENT,
     LOGGED,
@@ -23,8 +25,6 @@ from megatron_pp.tools.parity.recorder import (
     ZEROS,
     is_state,
 )
-from megatron_pp.tools.parity.rounding import first_rounded
-from megatron_pp.tools.parity.verdicts import DIFFERENT, NOT_EXERCISED, ORDER, REPEAT, ROUNDING, SENTENCES
 
 _SHOWN = 12
 _CHANGES = 6

@@ -7,9 +7,9 @@ from html import escape
 from math import log10
 
 from megatron_pp.errors import visible
-from megatron_pp.tools.parity.answer import Answer
-from megatron_pp.tools.parity.comparison import Comparison, Difference
-from megatron_pp.tools.parity.recorder import BUFFER, LOGGED, PARAMETER, is_state
+from megatron_pp.tools.parity.answers.answer import Answer
+from megatron_pp.tools.parity.answers.comparison import Comparison, Difference
+from megatron_pp.tools.parity.records.recorder import BUFFER, LOGGED, PARAMETER, is_state
 
 _REDS = ((244, 192), (184, 32), (168, 14))  # red, green and blue, each for a small error and for a large error
 _CELL, _LEFT, _TOP = 34, 210, 46

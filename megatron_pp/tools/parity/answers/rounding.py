@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_pp.tools.parity.comparison import Comparison, Difference
+from megatron_pp.tools.parity.answers.comparison import Comparison, Difference
 from megatron_pp.tools.parity.layout import Layout
-from megatron_pp.tools.parity.recorder import BACKWARD, FORWARD, GRADIENT, LOGGED, LOSS, NORM, is_state
+from megatron_pp.tools.parity.records.recorder import BACKWARD, FORWARD, GRADIENT, LOGGED, LOSS, NORM, is_state
 
 _PARTIAL = "each {0} rank adds up its own part, and then the parts are added"
 _SUMS = {

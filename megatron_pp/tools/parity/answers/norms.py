@@ -6,8 +6,8 @@ import re
 
 import numpy as np
 
-from megatron_pp.tools.parity.parameters import part_of
-from megatron_pp.tools.parity.recorder import GRADIENT, Key, Record
+from megatron_pp.tools.parity.records.parameters import part_of
+from megatron_pp.tools.parity.records.recorder import GRADIENT, Key, Record
 
 _CLOSE = 1e-3
 

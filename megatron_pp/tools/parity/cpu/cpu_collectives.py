@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_pp.tools.parity.wrapping import wrap, wrapped
+from megatron_pp.tools.parity.cpu.wrapping import wrap, wrapped
 
 
 def redirect_distributed() -> None:

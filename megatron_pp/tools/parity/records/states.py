@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron_pp.common.module_attributes import unwrapped
-from megatron_pp.tools.parity.parameters import Place, global_name
+from megatron_pp.tools.parity.records.parameters import Place, global_name
 
 
 def named_buffers(chunk: Any, place: Place) -> Iterator[tuple[str, torch.Tensor]]:

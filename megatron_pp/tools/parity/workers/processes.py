@@ -23,8 +23,14 @@ from typing import TypeVar
 
 from megatron_pp.comm.bound_stores import bind_stores
 from megatron_pp.errors import MegatronPPError
-from megatron_pp.tools.parity.ends import RunError, ended_in_words
-from megatron_pp.tools.parity.process_tree import adopts_orphans, descendants, end_with_parent, kill_descendants, leave
+from megatron_pp.tools.parity.workers.ends import RunError, ended_in_words
+from megatron_pp.tools.parity.workers.process_tree import (
+    adopts_orphans,
+    descendants,
+    end_with_parent,
+    kill_descendants,
+    leave,
+)
 
 _LINES = 12
 _RAISED = 1  # the exit code of a rank whose log ends with a traceback

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp.tools.parity.processes import RunError, run_ranks
+from megatron_pp.tools.parity.workers.processes import RunError, run_ranks
 
 
 def test_ranks_know_their_number_and_share_an_address(tmp_path: Path):
@@ -57,7 +57,7 @@ def test_unequal_tensors_are_gathered_and_scattered(tmp_path: Path):
         import torch
         import torch.distributed as dist
 
-        from megatron_pp.tools.parity.cpu_collectives import redirect_distributed
+        from megatron_pp.tools.parity.cpu.cpu_collectives import redirect_distributed
 
         redirect_distributed()
         dist.init_process_group("nccl", device_id=torch.device("cpu"))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_pp.tools.parity.wrapping import wrap
+from megatron_pp.tools.parity.cpu.wrapping import wrap
 
 _DOWN = ("linear_q_down_proj", "linear_kv_down_proj")
 _NORMS = {"q_layernorm": "linear_q_up_proj", "kv_layernorm": "linear_kv_up_proj"}

@@ -21,9 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from megatron_pp.common.module_attributes import unwrapped
 from megatron_pp.integrations.on_import import WhenImported
-from megatron_pp.tools.parity import logs, states
-from megatron_pp.tools.parity.cpu_layers import positions_of
-from megatron_pp.tools.parity.parameters import (
+from megatron_pp.tools.parity.cpu.cpu_layers import positions_of
+from megatron_pp.tools.parity.cpu.wrapping import wrap, wrapped
+from megatron_pp.tools.parity.records import logs, states
+from megatron_pp.tools.parity.records.parameters import (
     Indices,
     Place,
     global_name,
@@ -33,8 +34,7 @@ from megatron_pp.tools.parity.parameters import (
     own_range,
     part_of,
 )
-from megatron_pp.tools.parity.processes import RunError
-from megatron_pp.tools.parity.wrapping import wrap, wrapped
+from megatron_pp.tools.parity.workers.processes import RunError
 
 FORWARD, LOSS, BACKWARD, GRADIENT, NORM, PARAMETER = "forward", "loss", "backward", "gradient", "norm", "parameter"
 ZEROS, RETURNED = "zeros in gradients", "train_step"

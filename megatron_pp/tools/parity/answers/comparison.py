@@ -15,10 +15,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_pp.tools.parity import norms
-from megatron_pp.tools.parity.parameters import part_of
-from megatron_pp.tools.parity.recorder import BACKWARD, GRADIENT, NORM, PARAMETER, REPORT, Key, Record, Value, is_state
-from megatron_pp.tools.parity.verdicts import DIFFERENT, EQUAL, ROUNDING
+from megatron_pp.tools.parity.answers import norms
+from megatron_pp.tools.parity.answers.verdicts import DIFFERENT, EQUAL, ROUNDING
+from megatron_pp.tools.parity.records.parameters import part_of
+from megatron_pp.tools.parity.records.recorder import (
+    BACKWARD,
+    GRADIENT,
+    NORM,
+    PARAMETER,
+    REPORT,
+    Key,
+    Record,
+    Value,
+    is_state,
+)
 
 FACTOR = 32.0
 FLOAT32, FLOAT64 = 4 * float(np.finfo(np.float32).eps), 1e-11

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_pp.tools.parity import states
-from megatron_pp.tools.parity.logs import Logged, numbers_of, why_stale
-from megatron_pp.tools.parity.parameters import Place
+from megatron_pp.tools.parity.records import states
+from megatron_pp.tools.parity.records.logs import Logged, numbers_of, why_stale
+from megatron_pp.tools.parity.records.parameters import Place
 
 GROUPS = ("TP", "PP", "CP", "DP", "EP", "ETP")
 ALONE = Place(dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 1))

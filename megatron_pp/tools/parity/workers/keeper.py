@@ -27,8 +27,8 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from megatron_pp.errors import MegatronPPError
-from megatron_pp.tools.parity.ends import RunError, ended_in_words
-from megatron_pp.tools.parity.process_tree import adopt_orphans, end_with_parent, kill_descendants, leave
+from megatron_pp.tools.parity.workers.ends import RunError, ended_in_words
+from megatron_pp.tools.parity.workers.process_tree import adopt_orphans, end_with_parent, kill_descendants, leave
 
 Result = TypeVar("Result")
 _READY = b"\n"  # the worker's message that it is prepared; after it, each run has its own deadline

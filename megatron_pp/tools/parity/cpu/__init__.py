@@ -1,0 +1,1 @@
+"""Megatron-core on a CPU, behind `cpu_stand_in`: collectives, layers and dtypes that only GPUs have otherwise."""
