@@ -26,10 +26,10 @@ from megatron_pp.tools.advise.evaluate import Outcome
 from megatron_pp.tools.advise.microbatch_order import MicrobatchOrder, best_order
 from megatron_pp.tools.advise.pipeline_search import Findings, Report, search
 from megatron_pp.tools.advise.question import Question
-from megatron_pp.tools.cli import advise_input
-from megatron_pp.tools.cli.cost_options import number
 from megatron_pp.tools.cli.errors import INTERRUPTED, OK, RefusedError, UsageError
-from megatron_pp.tools.cli.plan_options import whole
+from megatron_pp.tools.cli.options import advise_input
+from megatron_pp.tools.cli.options.cost_options import number
+from megatron_pp.tools.cli.options.plan_options import whole
 from megatron_pp.tools.cli.terminal import print_command, print_json, print_line, print_table, write_output
 from megatron_pp.tools.draw.facts import percent, short
 from megatron_pp.tools.draw.pareto_front import Point

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from megatron_pp.errors import MegatronPPError, visible
 from megatron_pp.tools.cli import check, parity, run
 from megatron_pp.tools.cli.errors import BAD_INPUT, ENDED, OK, REFUSED, RefusedError, UsageError
-from megatron_pp.tools.cli.parser import parse
+from megatron_pp.tools.cli.options.parser import parse
 from megatron_pp.tools.cli.terminal import open_terminal, wrapped_for
 
 _EXTRAS = {"megatron": "megatron", "tqdm": "megatron", "yaml": "megatron", "matplotlib": "viz"}

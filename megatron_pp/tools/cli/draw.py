@@ -11,9 +11,9 @@ from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.tools import draw
-from megatron_pp.tools.cli import cost_options, plan_options
 from megatron_pp.tools.cli.errors import OK, UsageError
-from megatron_pp.tools.cli.parser import refuse
+from megatron_pp.tools.cli.options import cost_options, plan_options
+from megatron_pp.tools.cli.options.parser import refuse
 from megatron_pp.tools.cli.terminal import print_line, print_table, write_output
 from megatron_pp.tools.draw.chrome import render_chrome_trace
 from megatron_pp.tools.draw.facts import costs_line, name_in_words, percent, short

@@ -15,8 +15,14 @@ from megatron_pp.plan.ir.spec import Plan, checked_device
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.tools.cli.errors import OK, refusing
 from megatron_pp.tools.cli.legend import legend
-from megatron_pp.tools.cli.parser import refuse
-from megatron_pp.tools.cli.plan_options import PLAN_OPTIONS, add_plan_options, single_plan, skip_sentences, verdict_of
+from megatron_pp.tools.cli.options.parser import refuse
+from megatron_pp.tools.cli.options.plan_options import (
+    PLAN_OPTIONS,
+    add_plan_options,
+    single_plan,
+    skip_sentences,
+    verdict_of,
+)
 from megatron_pp.tools.cli.terminal import print_line, write_output
 
 if TYPE_CHECKING:

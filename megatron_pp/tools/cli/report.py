@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pp.plan.costs.files import is_special
-from megatron_pp.tools.cli.cost_options import add_run_options
 from megatron_pp.tools.cli.errors import OK, UsageError
+from megatron_pp.tools.cli.options.cost_options import add_run_options
 from megatron_pp.tools.cli.terminal import print_line, print_table, write_output
 from megatron_pp.tools.trace_report import listed, report_picture, report_sentences, report_tables
 from megatron_pp.tracing.analysis import analyse

@@ -26,7 +26,7 @@ from megatron_pp.config.kinds import SWITCH
 from megatron_pp.config.setting_names import why_removed
 from megatron_pp.integrations.megatron.settings import TABLE, read_settings, value_of_text
 from megatron_pp.tools.cli.errors import UsageError
-from megatron_pp.tools.cli.parser import HelpFormatter, Parser
+from megatron_pp.tools.cli.options.parser import HelpFormatter, Parser
 
 NAME = "run"
 SUMMARY = "run an unchanged Megatron training script on this engine"

@@ -18,11 +18,17 @@ from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.simulate.steady import SteadyStep, counts_on_bypass, longest_span, steady_step
 from megatron_pp.planner.bound import Bound, bound_of
 from megatron_pp.planner.compare import ComparedSchedule, compare, fitted, searched_memory
-from megatron_pp.tools.cli import cost_options, megatron_input, plan_options
 from megatron_pp.tools.cli.errors import OK, REFUSED, UsageError
-from megatron_pp.tools.cli.megatron_input import OfMegatron
-from megatron_pp.tools.cli.memory_table import OPTIONS, add_outside_options, memory_facts, outside_of, show_memory
-from megatron_pp.tools.cli.parser import given, refuse
+from megatron_pp.tools.cli.options import cost_options, megatron_input, plan_options
+from megatron_pp.tools.cli.options.megatron_input import OfMegatron
+from megatron_pp.tools.cli.options.memory_table import (
+    OPTIONS,
+    add_outside_options,
+    memory_facts,
+    outside_of,
+    show_memory,
+)
+from megatron_pp.tools.cli.options.parser import given, refuse
 from megatron_pp.tools.cli.terminal import print_json, print_line, print_table
 from megatron_pp.tools.draw.facts import percent, short, size_label
 from megatron_pp.tracing.analysis import Findings

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_pp.tools.cli.errors import OK, REFUSED, RefusedError, refusing
 from megatron_pp.tools.cli.legend import legend
-from megatron_pp.tools.cli.plan_options import add_plan_options, single_plan, verdict_of
+from megatron_pp.tools.cli.options.plan_options import add_plan_options, single_plan, verdict_of
 from megatron_pp.tools.cli.terminal import print_json, print_line
 
 if TYPE_CHECKING:

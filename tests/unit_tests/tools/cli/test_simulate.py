@@ -16,7 +16,7 @@ from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.planner.compare import fitted
 from megatron_pp.tools.advise.gpus import GPUS
 from megatron_pp.tools.check.priced import priced
-from megatron_pp.tools.cli.megatron_input import job_of
+from megatron_pp.tools.cli.options.megatron_input import job_of
 from megatron_pp.tools.draw.facts import size_label
 from tests.unit_tests.tools.cli.conftest import MODEL, assert_refused
 

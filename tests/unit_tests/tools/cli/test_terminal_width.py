@@ -26,7 +26,7 @@ from rich.console import Console
 from megatron_pp.tools.cli import command_line, parity
 from megatron_pp.tools.cli.command_line import main
 from megatron_pp.tools.cli.legend import legend
-from megatron_pp.tools.cli.parser import HelpFormatter
+from megatron_pp.tools.cli.options.parser import HelpFormatter
 from megatron_pp.tools.cli.terminal import print_command, print_line, wrapped, wrapped_command
 from megatron_pp.tools.parity.answers.verdicts import REPEAT
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.tools.cli import draw, plan, report, simulate, verify
-from megatron_pp.tools.cli.parser import parse
+from megatron_pp.tools.cli.options.parser import parse
 from testkit.inputs.plan_text import save_plan
 from tests.unit_tests.tools.cli.conftest import assert_refused
 

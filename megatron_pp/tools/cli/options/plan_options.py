@@ -43,7 +43,7 @@ from megatron_pp.plan.orders.family import Family
 from megatron_pp.plan.verify.verifier import Verdict, verify
 from megatron_pp.planner.naive import NAIVE, NAIVE_FAMILY, naive_orders
 from megatron_pp.tools.cli.errors import UsageError, refusing
-from megatron_pp.tools.cli.parser import given, option, refuse
+from megatron_pp.tools.cli.options.parser import given, option, refuse
 
 _DEFAULT_RANKS = 4
 _SIZES = ("pipeline_size", "num_chunks", "num_microbatches", "group_size", "slices", "offload_chunks")

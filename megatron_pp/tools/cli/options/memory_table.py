@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pp.plan.costs.communicators import CONTEXT, MEASURED_MORE, Outside
 from megatron_pp.plan.costs.transports import MAX_CTAS
-from megatron_pp.tools.cli.cost_options import number
 from megatron_pp.tools.cli.legend import legend
-from megatron_pp.tools.cli.parser import refuse
-from megatron_pp.tools.cli.plan_options import count
+from megatron_pp.tools.cli.options.cost_options import number
+from megatron_pp.tools.cli.options.parser import refuse
+from megatron_pp.tools.cli.options.plan_options import count
 from megatron_pp.tools.cli.terminal import print_line, print_table
 from megatron_pp.tools.draw.facts import size_label
 

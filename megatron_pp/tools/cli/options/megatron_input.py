@@ -20,9 +20,9 @@ from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.jobs.read import is_file_of_settings, settings_of_file
 from megatron_pp.tools.check.priced import priced, transformer_of_job
 from megatron_pp.tools.check.stages import NoBatchError, chunks_of, microbatches_of, pipeline_size
-from megatron_pp.tools.cli import cost_options
 from megatron_pp.tools.cli.errors import UsageError
-from megatron_pp.tools.cli.parser import given, refuse
+from megatron_pp.tools.cli.options import cost_options
+from megatron_pp.tools.cli.options.parser import given, refuse
 
 _TIMES = (*cost_options.COSTS, "from_trace")
 _NOT_BESIDE = ("source", "modules", "from_trace")

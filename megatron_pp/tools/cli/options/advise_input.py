@@ -15,14 +15,14 @@ from megatron_pp.tools.advise.megatron_args import whole as whole_argument
 from megatron_pp.tools.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, Layer, Model, layer
 from megatron_pp.tools.advise.question import Question
 from megatron_pp.tools.advise.transformer import Transformer
-from megatron_pp.tools.cli import cost_options
-from megatron_pp.tools.cli.advise_costs import FileCosts, layer_of, read_costs
-from megatron_pp.tools.cli.cost_options import add_from_trace_option, is_on_gloo, number, times, traced_findings
 from megatron_pp.tools.cli.errors import UsageError
-from megatron_pp.tools.cli.megatron_input import settings_of
-from megatron_pp.tools.cli.memory_table import add_outside_options, outside_of
-from megatron_pp.tools.cli.parser import given, option, refuse
-from megatron_pp.tools.cli.plan_options import count, counts, device_rules, rules_of, schedule_names, whole
+from megatron_pp.tools.cli.options import cost_options
+from megatron_pp.tools.cli.options.advise_costs import FileCosts, layer_of, read_costs
+from megatron_pp.tools.cli.options.cost_options import add_from_trace_option, is_on_gloo, number, times, traced_findings
+from megatron_pp.tools.cli.options.megatron_input import settings_of
+from megatron_pp.tools.cli.options.memory_table import add_outside_options, outside_of
+from megatron_pp.tools.cli.options.parser import given, option, refuse
+from megatron_pp.tools.cli.options.plan_options import count, counts, device_rules, rules_of, schedule_names, whole
 from megatron_pp.tracing.analysis import Findings
 
 _TIMES = ("forward_ms", "backward_ms", "weight_ms")

@@ -13,8 +13,8 @@ from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts, regrou
 from megatron_pp.plan.ir.spec import Plan, PlanSpec, checked_device
 from megatron_pp.plan.simulate.memory import RECOMPUTE, ModelShape
 from megatron_pp.tools.cli.errors import UsageError
-from megatron_pp.tools.cli.parser import given, option, refuse
-from megatron_pp.tools.cli.plan_options import count, counts, help_of, whole
+from megatron_pp.tools.cli.options.parser import given, option, refuse
+from megatron_pp.tools.cli.options.plan_options import count, counts, help_of, whole
 from megatron_pp.tracing.analysis import Findings, analyse
 from megatron_pp.tracing.run import load_run
 
