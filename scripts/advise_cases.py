@@ -22,8 +22,8 @@ from megatron_pp.tools.advise.answer import layout_of  # noqa: E402
 from megatron_pp.tools.advise.candidates import Candidate, cut_model, states_of  # noqa: E402
 from megatron_pp.tools.advise.evaluate import Outcome, evaluate  # noqa: E402
 from megatron_pp.tools.advise.fit import Room, fitted  # noqa: E402
-from megatron_pp.tools.advise.gpus import GPUS, Gpu  # noqa: E402
-from megatron_pp.tools.advise.layer_sizes import Latent  # noqa: E402
+from megatron_pp.tools.advise.layers.gpus import GPUS, Gpu  # noqa: E402
+from megatron_pp.tools.advise.layers.layer_sizes import Latent  # noqa: E402
 from megatron_pp.tools.advise.model import LETTERS, PART, Layer, Model, layer  # noqa: E402
 from megatron_pp.tools.advise.pipeline_search import search  # noqa: E402
 from megatron_pp.tools.advise.question import Question  # noqa: E402

@@ -3,7 +3,7 @@
 python scripts/advise_published.py [--check]
 
 Each run has the schedule, parallel groups, precision and recomputation that its source names. The advisor places its
-layers. Nothing is fitted to a run: the constants are those of `tools/advise/gpus.py`.
+layers. Nothing is fitted to a run: the constants are those of `tools/advise/layers/gpus.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from made_parts import MadeData, Table, data_file, renew  # noqa: E402
 
 from megatron_pp.tools.advise.candidates import Candidate  # noqa: E402
 from megatron_pp.tools.advise.evaluate import evaluate  # noqa: E402
-from megatron_pp.tools.advise.gpus import GB, GPUS  # noqa: E402
+from megatron_pp.tools.advise.layers.gpus import GB, GPUS  # noqa: E402
 from megatron_pp.tools.advise.megatron_args import read_megatron_args, transformer_of, whole  # noqa: E402
 from megatron_pp.tools.advise.question import Question  # noqa: E402
 

@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from made_parts import MadeData, Table, data_file, renew  # noqa: E402
 
-from megatron_pp.tools.advise.gpus import gpu_named  # noqa: E402
+from megatron_pp.tools.advise.layers.gpus import gpu_named  # noqa: E402
 from megatron_pp.tools.check.jobs.flag_table import read_flags  # noqa: E402
 from megatron_pp.tools.check.memory import MOST, memory_of  # noqa: E402
 from megatron_pp.tools.check.priced import priced  # noqa: E402

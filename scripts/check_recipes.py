@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_recipes import CASES, NO_SCHEDULE, SAME, SCRIPTS  # noqa: E402
 
-from megatron_pp.tools.advise.gpus import gpu_named  # noqa: E402
+from megatron_pp.tools.advise.layers.gpus import gpu_named  # noqa: E402
 from megatron_pp.tools.check.command import Answer, check  # noqa: E402
 from megatron_pp.tools.check.findings import ERROR, RISK  # noqa: E402
 from megatron_pp.tools.check.jobs.job import Job  # noqa: E402

@@ -32,7 +32,7 @@ from megatron_pp.plan.ir.instruction import FORWARD, Instruction  # noqa: E402
 from megatron_pp.plan.ir.spec import Plan  # noqa: E402
 from megatron_pp.plan.simulate.simulation import Simulation  # noqa: E402
 from megatron_pp.plan.simulate.simulator import simulate  # noqa: E402
-from megatron_pp.tools.advise.gpus import gpu_named  # noqa: E402
+from megatron_pp.tools.advise.layers.gpus import gpu_named  # noqa: E402
 from megatron_pp.tools.advise.model import Layer, total  # noqa: E402
 from megatron_pp.tools.check.command import Answer, check  # noqa: E402
 from megatron_pp.tools.check.findings import ERROR  # noqa: E402

@@ -19,7 +19,7 @@ from examples.gpt.errors import CheckpointError
 from examples.gpt.files import write_atomically
 from examples.gpt.settings import Settings
 from megatron_pp.common.plain_files import read_plain
-from megatron_pp.tools.advise.gpus import GPUS
+from megatron_pp.tools.advise.layers.gpus import GPUS
 
 METRICS, TENSORBOARD, PLOT = "metrics.jsonl", "tensorboard", "loss.png"
 _LARGEST = 1 << 28  # bytes of metrics

@@ -12,7 +12,7 @@ from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.tools.advise.candidates import Candidate, Estimate
 from megatron_pp.tools.advise.evaluate import Outcome
 from megatron_pp.tools.advise.fit import layout_text
-from megatron_pp.tools.advise.gpus import GB
+from megatron_pp.tools.advise.layers.gpus import GB
 from megatron_pp.tools.advise.microbatch_order import MicrobatchOrder
 from megatron_pp.tools.advise.model import EMBEDDING, LOSS, PART, STEPS, is_hybrid
 from megatron_pp.tools.advise.pipeline_search import Findings

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_pp.config.hybrid_pattern import HybridPattern
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.simulate.memory import FULL, NONE, SELECTIVE, ModelShape
-from megatron_pp.tools.advise.layer_sizes import Indexer, Latent, Linear, Mamba
+from megatron_pp.tools.advise.layers.layer_sizes import Indexer, Latent, Linear, Mamba
 from megatron_pp.tools.advise.model import PATTERN
 from megatron_pp.tools.advise.transformer import Transformer
 from megatron_pp.tools.flags.read import words_of_flags

@@ -11,7 +11,7 @@ from megatron_pp.plan.costs.stage_costs import Link, Network
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP, checked_device
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.tools.advise.gpus import GB
+from megatron_pp.tools.advise.layers.gpus import GB
 from megatron_pp.tools.advise.model import Model
 
 _LIKE_OTHERS = ("combined_1f1b",)  # interleaved_1f1b with Megatron's all-to-all overlap, which the costs do not have

@@ -1,8 +1,8 @@
 """Estimates the costs of a transformer's layers from its sizes and a GPU's rates, before anything is measured.
 
-``parts.py`` counts operations, memory and traffic of a layer's parts, and ``gpus.py`` gives their times. The time of a
-layer is the sum of matrix products, attention, element-wise operations and the exposed part of collectives. Collectives
-of data parallelism, the optimizer, and kernel launches are not counted.
+``layers/parts.py`` counts operations, memory and traffic of a layer's parts, and ``layers/gpus.py`` gives their times.
+The time of a layer is the sum of matrix products, attention, element-wise operations and the exposed part of
+collectives. Collectives of data parallelism, the optimizer, and kernel launches are not counted.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.simulate.memory import FULL
-from megatron_pp.tools.advise.gpus import GB, PROCESSORS, Gpu, Rates
-from megatron_pp.tools.advise.layer_sizes import LayerSizes
+from megatron_pp.tools.advise.layers.gpus import GB, PROCESSORS, Gpu, Rates
+from megatron_pp.tools.advise.layers.layer_sizes import LayerSizes
+from megatron_pp.tools.advise.layers.parts import MIXERS, Part
 from megatron_pp.tools.advise.model import (
     DECODER,
     EMBEDDING,
@@ -24,7 +25,6 @@ from megatron_pp.tools.advise.model import (
     Model,
     total,
 )
-from megatron_pp.tools.advise.parts import MIXERS, Part
 
 _BACKWARD = 2.5  # operations of attention's backward over its forward; it recomputes the scores (FlashAttention-2)
 

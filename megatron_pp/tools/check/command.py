@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_pp.errors import MegatronPPError
-from megatron_pp.tools.advise.gpus import Gpu
+from megatron_pp.tools.advise.layers.gpus import Gpu
 from megatron_pp.tools.check.findings import ERROR, LEVELS, NOTE, RISK, SECTIONS, Finding, Section
 from megatron_pp.tools.check.jobs.job import Job
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.plan.costs.communicators import measured_at_most
-from megatron_pp.tools.advise.gpus import GB, Gpu
+from megatron_pp.tools.advise.layers.gpus import GB, Gpu
 from megatron_pp.tools.check.findings import RISK, Finding, Section
 from megatron_pp.tools.check.jobs.job import TORCHTITAN, Job
 from megatron_pp.tools.check.jobs.sizes import vocabulary_of

@@ -16,7 +16,7 @@ from megatron_pp.plan.simulate.memory import FULL
 from megatron_pp.planner.timing import kept_states
 from megatron_pp.tools.advise.evaluate import tensors_of
 from megatron_pp.tools.advise.fit import Fitted, Room, fitted, with_recomputed
-from megatron_pp.tools.advise.gpus import GB, Gpu
+from megatron_pp.tools.advise.layers.gpus import GB, Gpu
 from megatron_pp.tools.advise.megatron_args import transformer_of
 from megatron_pp.tools.advise.model import EMBEDDING, LOSS, MTP, Layer, Model
 from megatron_pp.tools.advise.transformer import Transformer

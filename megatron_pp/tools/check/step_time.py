@@ -10,7 +10,7 @@ from typing import Any
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.plan.orders import INTERLEAVED, ONE_F_ONE_B
 from megatron_pp.plan.simulate.simulator import simulate
-from megatron_pp.tools.advise.gpus import Gpu
+from megatron_pp.tools.advise.layers.gpus import Gpu
 from megatron_pp.tools.advise.pilots import PILOTS, continued
 from megatron_pp.tools.check.findings import NOTE, Finding, Section
 from megatron_pp.tools.check.jobs.job import TORCHTITAN, Job

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megatron_pp.errors import MegatronPPError
 from megatron_pp.plan.costs.files import check_writable, write_whole
-from megatron_pp.tools.advise.gpus import GPUS, gpu_named
+from megatron_pp.tools.advise.layers.gpus import GPUS, gpu_named
 from megatron_pp.tools.check import outputs
 from megatron_pp.tools.check.command import Answer, check
 from megatron_pp.tools.check.findings import ERROR, NOTE, RISK, Finding, Section

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_pp.plan.costs.stage_costs import Link
 from megatron_pp.plan.ir.spec import POLICIES
 from megatron_pp.plan.simulate.memory import ModelShape
-from megatron_pp.tools.advise.gpus import EFFICIENCY, GB, GPUS, Gpu, gpu_named
+from megatron_pp.tools.advise.layers.gpus import EFFICIENCY, GB, GPUS, Gpu, gpu_named
 from megatron_pp.tools.advise.megatron_args import transformer_of
 from megatron_pp.tools.advise.megatron_args import whole as whole_argument
 from megatron_pp.tools.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, Layer, Model, layer

@@ -11,7 +11,7 @@ from megatron_pp.plan.costs.stage_costs import Network, StageCosts
 from megatron_pp.plan.ir.spec import BATCHED, OVERLAP
 from megatron_pp.plan.orders import INTERLEAVED
 from megatron_pp.plan.simulate.memory import ModelShape
-from megatron_pp.tools.advise.gpus import GB, GPUS, gpu_named
+from megatron_pp.tools.advise.layers.gpus import GB, GPUS, gpu_named
 from megatron_pp.tools.advise.megatron_args import arguments_of, read_megatron_args
 from megatron_pp.tools.advise.transformer import Transformer
 from megatron_pp.tools.check.findings import ERROR

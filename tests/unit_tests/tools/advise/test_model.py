@@ -19,7 +19,7 @@ from megatron_pp.plan.simulate.memory import ModelShape
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.planner.timing import kept_states, order_time
 from megatron_pp.tools.advise.fit import Room, balanced, best_counts, fitted, is_buildable, layout_text, stages_of
-from megatron_pp.tools.advise.gpus import GPUS, Gpu, gpu_named
+from megatron_pp.tools.advise.layers.gpus import GPUS, Gpu, gpu_named
 from megatron_pp.tools.advise.megatron_args import read_megatron_args, transformer_of
 from megatron_pp.tools.advise.model import DECODER, EMBEDDING, LOSS, MTP, PART, Layer, Model, layer
 from megatron_pp.tools.advise.transformer import Transformer

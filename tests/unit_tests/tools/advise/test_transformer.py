@@ -10,11 +10,9 @@ import pytest
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.simulate.memory import ModelShape
 from megatron_pp.tools.advise.fit import layout_text
-from megatron_pp.tools.advise.gpus import ATTENTION, GPUS, LINK, PROCESSORS, Gpu
-from megatron_pp.tools.advise.layer_sizes import Latent, Mamba
-from megatron_pp.tools.advise.megatron_args import read_megatron_args, transformer_of
-from megatron_pp.tools.advise.model import EMBEDDING
-from megatron_pp.tools.advise.parts import (
+from megatron_pp.tools.advise.layers.gpus import ATTENTION, GPUS, LINK, PROCESSORS, Gpu
+from megatron_pp.tools.advise.layers.layer_sizes import Latent, Mamba
+from megatron_pp.tools.advise.layers.parts import (
     attention,
     gated_delta_net,
     latent_attention,
@@ -23,6 +21,8 @@ from megatron_pp.tools.advise.parts import (
     sparse_attention,
     windowed_attention,
 )
+from megatron_pp.tools.advise.megatron_args import read_megatron_args, transformer_of
+from megatron_pp.tools.advise.model import EMBEDDING
 from megatron_pp.tools.advise.transformer import Transformer
 
 FREE = Gpu(1e30, 80, 1e30, 1e12, network=1e11)  # computes in no time

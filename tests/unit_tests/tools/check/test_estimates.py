@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_pp.integrations.megatron.steps import scope
-from megatron_pp.tools.advise.gpus import GPUS
+from megatron_pp.tools.advise.layers.gpus import GPUS
 from megatron_pp.tools.check import hangs, memory, step_time
 from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.jobs.sizes import vocabulary_of

@@ -14,7 +14,7 @@ from megatron_pp.plan.costs.stage_costs import FREE, StageCosts
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.planner.compare import fitted
-from megatron_pp.tools.advise.gpus import GPUS
+from megatron_pp.tools.advise.layers.gpus import GPUS
 from megatron_pp.tools.check.priced import priced
 from megatron_pp.tools.cli.options.megatron_input import job_of
 from megatron_pp.tools.draw.facts import size_label

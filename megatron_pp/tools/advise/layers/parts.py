@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_pp.plan.simulate.memory import NONE
-from megatron_pp.tools.advise.layer_sizes import LayerSizes
+from megatron_pp.tools.advise.layers.layer_sizes import LayerSizes
 
 _SCAN = 7  # operations per token, channel and state of Mamba's scan (Megatron's count)
 

@@ -1,0 +1,1 @@
+"""Layers of a transformer: their sizes, what their parts compute, keep and send, and how long GPUs take for it."""
