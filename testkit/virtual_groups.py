@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_pp.testing.memory_transport import End
-from testkit.streams.cuda import replaced
-from testkit.streams.cuda_tensors import CPU
 from testkit.streams.device import current_device
 from testkit.streams.network import StreamNetwork, StreamWork
+from testkit.streams.torch_calls.cuda import replaced
+from testkit.streams.torch_calls.cuda_tensors import CPU
 
 _IDS = itertools.count()
 _THREAD_BLOCKS = 32  # thread blocks of a communicator without a setting, as for NCCL on Hopper

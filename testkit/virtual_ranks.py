@@ -18,9 +18,9 @@ from megatron_pp.on_demand import MODULES, load
 from megatron_pp.testing.threads import run_ranks
 from testkit.streams import DeviceRules, StreamNetwork, virtual_cuda
 from testkit.streams.check import StreamReport
-from testkit.streams.cuda import replaced
 from testkit.streams.device import VirtualDevice, current_device
 from testkit.streams.network import NO_MORE_RULES
+from testkit.streams.torch_calls.cuda import replaced
 from testkit.virtual_groups import process_group, virtual_distributed
 
 

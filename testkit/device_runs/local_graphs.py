@@ -26,8 +26,8 @@ from megatron_pp.testing.toy import (
     toy_config,
 )
 from testkit.streams import StreamReport, check_streams
-from testkit.streams.capture import give_back
 from testkit.streams.device import unrecorded
+from testkit.streams.torch_calls.capture import give_back
 
 
 class LocalGraphs:

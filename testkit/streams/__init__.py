@@ -7,10 +7,10 @@ in another order. See ``docs/streams.md``.
 
 from testkit.streams.call_log import CallLog
 from testkit.streams.check import StreamReport, check_streams
-from testkit.streams.cuda import virtual_cuda
 from testkit.streams.memory import StreamRace
 from testkit.streams.network import StreamNetwork
 from testkit.streams.rules import LATER_STEPS, DeviceRules
+from testkit.streams.torch_calls.cuda import virtual_cuda
 
 __all__ = [
     "LATER_STEPS",

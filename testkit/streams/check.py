@@ -10,10 +10,10 @@ from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.testing.threads import ThreadGroup, run_ranks
 from testkit.streams.call_log import CallLog
-from testkit.streams.cuda import virtual_cuda
 from testkit.streams.memory import Overwritten, StreamRace
 from testkit.streams.network import NO_MORE_RULES, StreamNetwork
 from testkit.streams.rules import DeviceRules
+from testkit.streams.torch_calls.cuda import virtual_cuda
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from testkit.streams.device import VirtualDevice, running_on, simulating
 from testkit.streams.eager import SLOTS, Buffered, buffered
 from testkit.streams.hardware import HardwareQueues, Kernel, begin
 from testkit.streams.memory import READ, WRITE
-from testkit.streams.recorder import recording
 from testkit.streams.rules import DeviceRules
 from testkit.streams.timelines import Clock, Lane, Transfer, join
+from testkit.streams.torch_calls.recorder import recording
 from testkit.streams.waiting import OwnConditions, on_one_core
 
 NO_MORE_RULES = DeviceRules()

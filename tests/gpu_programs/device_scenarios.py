@@ -45,14 +45,14 @@ from megatron_pp.weight_grad.linear import add_weight_grad, fused_kernels
 from testkit import processes
 from testkit.device_runs.nccl_runs import FailingBlock, step_on_nccl
 from testkit.streams import StreamNetwork, virtual_cuda
-from testkit.streams.cuda import replaced
+from testkit.streams.torch_calls.cuda import replaced
 from testkit.thread_runs import output_layer_runs
 from testkit.train_flags import SMALL_MODEL
 from testkit.training_ranks import train_here
 from testkit.virtual_ranks import run_on_virtual_devices, virtual_machine
 from tests.unit_tests.faults.position.test_hosts_that_run_ahead import Runtime
 from tests.unit_tests.features.modules import test_modules_steps
-from tests.unit_tests.testkit import test_streams_steps
+from tests.unit_tests.testkit.streams import test_streams_steps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

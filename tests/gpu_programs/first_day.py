@@ -28,9 +28,10 @@ from megatron_pp.runtime.executor import PlanExecutor
 from testkit import race_cases
 from testkit.faults.fault_scenarios import Episode, Pool, Report
 from testkit.rank_processes import RanksTimedOutError
-from testkit.streams import StreamNetwork, cuda
+from testkit.streams import StreamNetwork
 from testkit.streams.device import current_device
 from testkit.streams.timelines import Lane
+from testkit.streams.torch_calls import cuda
 from testkit.virtual_ranks import run_on_virtual_devices, virtual_machine
 
 SIZES = Sizes(1, 0.25, 20.0, 3, 8, 16, 0.05, ("1f1b",))

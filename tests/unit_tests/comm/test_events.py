@@ -17,8 +17,8 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.testing.toy import ToyData
 from testkit.device_runs.stream_runs import POLICIES, on_one_device, plan_on_streams, toy_step_on_streams
 from testkit.streams import StreamReport
-from testkit.streams import cuda as virtual
 from testkit.streams.device import current_device
+from testkit.streams.torch_calls import cuda as virtual
 from tests.unit_tests.faults.position.test_hosts_that_run_ahead import Kernel
 
 

@@ -24,7 +24,7 @@ from megatron_pp.tools.cli import main
 from megatron_pp.tracing.run import load_run
 from megatron_pp.weight_grad import split_weight_grad
 from testkit.device_runs.nccl_runs import step_on_nccl
-from testkit.streams import cuda
+from testkit.streams.torch_calls import cuda
 from testkit.thread_runs.step_runs import pipeline
 
 PROGRAM = tuple(placed(op, 0, 0, -1, 0) for op in ("WAIT_F", "F", "SEND_F", "FREE_F"))

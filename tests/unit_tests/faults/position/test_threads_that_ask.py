@@ -25,7 +25,7 @@ from testkit.inputs.plan_text import save_plan, small_plan, with_programs
 from testkit.mutants.guard_mutants import InWatchdog, OnDeviceZero, ReportsMemory, WithInterpreterLock
 from testkit.streams import DeviceRules, StreamNetwork
 from tests.unit_tests.faults.position.test_hosts_that_run_ahead import SECONDS, SIZE, Job, Raised, eventually, kill
-from tests.unit_tests.testkit.test_first_launches import GIS_H
+from tests.unit_tests.testkit.streams.test_first_launches import GIS_H
 
 pytestmark = pytest.mark.usefixtures("nccl_settings")
 MUTANTS = {"InWatchdog": ("CompletedWork", InWatchdog), "WithInterpreterLock": ("EventQueries", WithInterpreterLock)}

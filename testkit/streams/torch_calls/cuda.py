@@ -21,12 +21,12 @@ import torch
 from torch.autograd.variable import Variable
 
 from megatron_pp.weight_grad.deferred import tensors_in
-from testkit.streams.capture import CUDAGraph, graph_pool_handle, is_capturing
 from testkit.streams.device import VirtualDevice, current_device
 from testkit.streams.host_process import calls_cuda, chosen_device, start_thread, this_process
-from testkit.streams.recorder import PassingMode
-from testkit.streams.runtime_library import EVENTS, VERSION, Library
 from testkit.streams.timelines import Clock, Lane, Transfer
+from testkit.streams.torch_calls.capture import CUDAGraph, graph_pool_handle, is_capturing
+from testkit.streams.torch_calls.recorder import PassingMode
+from testkit.streams.torch_calls.runtime_library import EVENTS, VERSION, Library
 
 _OPEN = threading.Lock()  # the process has only one torch.cuda
 _NVTX = "MEGATRON_PP_NVTX"

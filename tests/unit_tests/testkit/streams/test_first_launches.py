@@ -21,7 +21,7 @@ from testkit.inputs.plan_text import save_plan, small_plan, with_programs
 from testkit.mutants.device_mutants import PostsFirstGradientAtOnce
 from testkit.streams import LATER_STEPS, DeviceRules, StreamNetwork, StreamReport
 from testkit.streams.device import current_device
-from tests.unit_tests.testkit.test_streams_launches import StridedBlock
+from tests.unit_tests.testkit.streams.test_streams_launches import StridedBlock
 
 RANKS, CHUNKS, DATA = 2, 2, ToyData(4)
 HANGS = r"the device of rank . hangs at"

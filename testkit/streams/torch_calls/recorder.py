@@ -9,11 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pp.weight_grad.deferred import tensors_in
-from testkit.streams.cuda_tensors import CudaTensors
 from testkit.streams.device import VirtualDevice, is_quiet
 from testkit.streams.kernels import kernel_of
 from testkit.streams.memory import READ, WRITE
 from testkit.streams.timelines import Timeline
+from testkit.streams.torch_calls.cuda_tensors import CudaTensors
 
 Given = tuple[int | str, torch.Tensor]
 """An argument: its position or name, and the tensor, or one tensor of a list."""

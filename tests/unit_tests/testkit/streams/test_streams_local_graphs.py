@@ -15,7 +15,7 @@ from megatron_pp.weight_grad import split_weight_grad
 from testkit.device_runs.local_graphs import Step, steps_with_graphs
 from testkit.device_runs.stream_runs import POLICIES, on_one_device
 from testkit.streams import StreamReport
-from testkit.streams.capture import give_back
+from testkit.streams.torch_calls.capture import give_back
 
 LOCAL = {"cuda_graph_impl": "local"}
 SCHEDULES = [("1f1b", 3, 1), ("interleaved_1f1b", 2, 2), ("gpipe", 3, 1), ("zb_v", 2, 2)]

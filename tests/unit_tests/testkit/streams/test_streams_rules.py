@@ -28,7 +28,7 @@ from testkit.mutants.device_mutants import (
 )
 from testkit.streams import LATER_STEPS, CallLog, DeviceRules, StreamNetwork, StreamReport, virtual_cuda
 from testkit.virtual_groups import process_group, virtual_distributed
-from tests.unit_tests.testkit.test_streams_mutants import SPECS
+from tests.unit_tests.testkit.streams.test_streams_mutants import SPECS
 
 HANGS = "the device of rank . hangs at"
 V = PlanSpec("dualpipe_v", 2, 2, 8)
