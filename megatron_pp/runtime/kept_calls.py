@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _MOST = 4  # calls of one model: steps of training and evaluation, also with other hooks
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
+_NOT_COMPARED: dict[str, Any] = {"step_number": None}  # it may differ in each call, and is checked in each
 _OF_ONE_CALL = {"inputs", "settings", "number", "weights", "communicator"}  # fields of a Step
 
 _CALLS: ObjectTable[list[Kept]] = ObjectTable()  # by first model chunk; the newest first
@@ -95,10 +96,10 @@ def to_keep(host: Host, step: Step) -> Kept | None:
     group = pipeline_group(inputs, host.alone)
     if group is not step.communicator.pp_group:  # one rank of a pipeline, without the others
         return None
-    known = _CALLS.get(inputs.chunks[0]) or ()
+    known, settings = _CALLS.get(inputs.chunks[0]) or (), step.settings._replace(**_NOT_COMPARED)
     others, shapes = _others(host, step.settings, group), host.shapes_compared(step.settings, group)
     try:
-        read = next((one.settings for one in known if one.settings == step.settings), None) or Read(step.settings)
+        read = next((one.settings for one in known if one.settings == settings), None) or Read(settings)
         compared = read, Read(others), Read(shapes)
     except TypeError:
         return None
@@ -114,8 +115,8 @@ def keep(model: Any, call: Kept) -> None:
 
 def taken_over(host: Host, settings: StepSettings) -> Step | None:
     """The step of a call, if an earlier one has read the same; else None."""
-    inputs = host.inputs
-    same = [one for one in _CALLS.get(inputs.chunks[0]) or () if one.settings == settings]
+    inputs, compared = host.inputs, settings._replace(**_NOT_COMPARED)
+    same = [one for one in _CALLS.get(inputs.chunks[0]) or () if one.settings == compared]
     if not same or not host.keeps_calls or inputs.adjust_tensor_shapes_fn is not None or _has_models_of_features():
         return None
     if host.weight_store(settings) is not None:

@@ -25,9 +25,9 @@ from tests.functional_tests.megatron_support import needs_megatron
 pytestmark = pytest.mark.callers_thread
 # The most lines of a book. The aim for the machine under install() is 6,500: lower its limit if you remove modules.
 COMPILER_LINES = 4_390
-MACHINE_LINES = 7_385
-INSTALLED_MACHINE_LINES = 7_075
-NCCL_MACHINE_LINES = 7_645  # under install()
+MACHINE_LINES = 7_386
+INSTALLED_MACHINE_LINES = 7_076
+NCCL_MACHINE_LINES = 7_646  # under install()
 
 # Package -> its modules that a default step loads.
 MACHINE = {

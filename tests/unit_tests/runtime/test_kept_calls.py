@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp import schedules
+from megatron_pp.errors import ScheduleInputError
 from megatron_pp.runtime import kept_calls
 from megatron_pp.runtime.communicators import KEPT, close_communicators
 from megatron_pp.runtime.kept_calls import Read
@@ -95,6 +96,20 @@ def test_costs_from_the_second_call_on_may_be_an_array(monkeypatch: pytest.Monke
     program.config.microbatch_costs = np.ones(4)
     assert not program.call()
     assert program.steps[-1].microbatch_costs == (1.0,) * 4
+
+
+def test_each_call_has_a_number_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the quick start's loop."""
+    program = Program(monkeypatch)
+    taken = []
+    for number in range(3):
+        program.config.step_number = number
+        taken.append(program.call())
+    assert taken == [False, True, True]
+    assert [step.number for step in program.steps] == [0, 1, 2]
+    program.config.step_number = -1
+    with pytest.raises(ScheduleInputError, match="step_number"):
+        program.call()
 
 
 def test_what_a_step_changes_is_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
