@@ -1,4 +1,4 @@
-"""Which test runs what a page prints, where test_printed.py does not run it, and why some of it cannot be run here."""
+"""Commands and programs on pages that test_printed.py does not run, with the test that does, or why none here can."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ BY_TEST = {
         "functional_tests/test_pages.py"
     ),
 }
-"""A page, all of which a test runs as printed; or a block's title, or a command."""
+"""A page, a block's title or a command -> the test that runs all of it as printed."""
 
 
 class Why(NamedTuple):
-    """``reason``: of EVIDENCE; ``test``: what runs the nearest to it that can be run here."""
+    """Why no test runs a command. ``reason``: one of EVIDENCE; ``test``: the test that runs the nearest thing here."""
 
     reason: str
     test: str = ""
@@ -46,9 +46,9 @@ EVIDENCE = {
     MINUTES: r"",
     BLANK: r"<\w|\.\.\.|/path/to|\b[A-Z]{4,}\b|my_text|small\.toml|pipeline_plugin|train\.py|--from results",
 }
-"""Reason -> a pattern that what is printed has. HOSTS: it needs several. GPU: it needs some. DOWNLOADS: packages or
+"""Reason -> a pattern in the printed text. HOSTS: it needs several hosts. GPU: it needs GPUs. DOWNLOADS: packages or
 sources come from a network. SUITE: it runs these tests, or all checks. MINUTES: a test runs the same with smaller
-numbers. BLANK: the reader puts something in, and a test does."""
+numbers. BLANK: the reader fills something in, and so does a test."""
 
 _TRAIN = "functional_tests/test_train_script.py::test_a_run_leaves_metrics_a_plot_and_checkpoints"
 _GOES_ON = "functional_tests/test_train_script.py::test_a_run_goes_on_with_other_ranks_chunks_schedule_and_replicas"
@@ -130,7 +130,7 @@ NOT_HERE = {
     "torchrun --nproc-per-node 4 scripts/train.py --pipeline-schedule zb_v --data my_text/": Why(BLANK, _TRAIN),
     "NPROC=4 scripts/train.sh --sequence-slices 4 --seq-length 2048": Why(MINUTES, _TRAIN),
 }
-"""What no test runs as printed; with commands that match EVIDENCE of SUITE."""
+"""Commands that no test runs as printed; with commands that match EVIDENCE of SUITE."""
 
 PARTS = {
     "docs/features.md": "unit_tests/features/slices/test_slices_in_plans.py",
@@ -140,7 +140,7 @@ PARTS = {
     "docs/skip_tensors.md": "unit_tests/features/skip_tensors",
     "docs/migrating/from_torch.md": "functional_tests/test_torchtitan.py",
 }
-"""Pages with Python that is a part of the reader's own program, whose names it uses, and tests of the same calls."""
+"""Pages with Python that is a part of the reader's own program and uses its names; and tests of the same calls."""
 
 FIRST = {
     "docs/adding_an_instruction.md": "from megatron_pp.feature_table import *\n",
@@ -160,4 +160,4 @@ config = TransformerConfig(
 )
 """,
 }
-"""Page -> lines by which its parts of programs run."""
+"""Page -> lines that its parts of programs need before them."""

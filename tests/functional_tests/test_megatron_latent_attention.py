@@ -33,7 +33,7 @@ def test_each_rank_has_the_rotary_key_of_its_own_heads(of_ranks: list[dict[str, 
     assert wrong(of_ranks, ENGINE) == [{"rotary rows", "input"}] * 2
     found = [one[f"{ENGINE}, sequence=False, mended=False"] or {} for one in of_ranks]
     assert found[0]["rotary rows"] + found[1]["rotary rows"] == pytest.approx(1.0, abs=1e-5)
-    assert max(one["sum of ranks"] for one in found) < 1e-5, "the ranks add up to what is right"
+    assert max(one["sum of ranks"] for one in found) < 1e-5, "the sum over the ranks is right"
     assert wrong(of_ranks, ENGINE, mended=True) == [set()] * 2, "nothing else is wrong"
 
 

@@ -60,7 +60,7 @@ OTHERWISE = {
         "recomputation of experts' activation functions needs grouped products",
     ),
 }
-"""What else is not as in a recipe: its value there, here, and why."""
+"""Further flags that differ from a recipe: the value there, the value here, and the reason."""
 
 
 def small(name: str) -> SmallRecipe:

@@ -260,7 +260,7 @@ FAULTS = {
         _EVERY_MEGATRON,
     ),
 }
-"""Every part fails with one of them."""
+"""The planted faults by name. Every part fails with one of them."""
 
 
 # -- times of streams --------------------------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ KINDS = [
 ]
 LONGER = rows_of([with_collectives(4, *some, "overlap") for some in ON_LONGER_PIPELINES])
 DRAWN = [*SCHEDULES.values(), *SPLIT.values(), *KINDS]
-"""Of each of these a run has one row."""
+"""Groups of rows; a run draws one row of each."""
 ROWS: dict[str, Row] = functools.reduce(operator.or_, [*GRID, *DRAWN], ALWAYS | REPLICAS | LONGER)
 
 

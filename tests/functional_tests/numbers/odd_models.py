@@ -499,7 +499,7 @@ CASES: dict[str, Case] = {
     "used later": Case(UsedLater, used_later),
 }
 PLAIN: dict[str, Case] = {"layers": Case(Layers, zeroed), "nested layers": Case(Nested, zeroed)}
-"""For what is around stages, and for schedules on more ranks."""
+"""Models for rows with wrappers around stages, and for schedules on more ranks."""
 COMPILED: dict[str, Case] = {
     "a compiled function": Case(Compiled),
     "compiled stages": Case(Stage, compiles=True),

@@ -42,9 +42,9 @@ class Place(NamedTuple):
     size: int
     """Ranks of a pipeline."""
     rank: int
-    """In its pipeline."""
+    """The rank of this process in its pipeline."""
     group: Any
-    """Of its pipeline."""
+    """The process group of its pipeline."""
     replica: int
     across: Any
     """The group of this rank in all replicas."""

@@ -85,7 +85,7 @@ SETUPS |= {
 
 
 Steps = list[tuple[list[float], Mapping[ModulePlace, list[Tensor | None]]]]
-"""Of a rank: losses and gradients of each step."""
+"""Losses and gradients of each step on one rank."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ CHUNKS = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, **dict.fr
 DDP, FSDP = "DistributedDataParallel", "fully_shard"
 MODELS: dict[str, Case] = {**CASES, **COMPILED, **PLAIN}
 NEAR = 1e-5
-"""Where sums are added in another order."""
+"""The tolerance of rows in which sums are added in a different order."""
 
 
 def shape_of(name: str) -> str:
