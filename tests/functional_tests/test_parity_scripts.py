@@ -67,11 +67,11 @@ def test_megatrons_loop_is_right_under_both_schedules(tmp_path: Path) -> None:
     ("fault", "flags", "first"),
     drawn(
         [
-            ("log", f"--engine megatron {PRETRAIN} {SIZES} --num-layers 8 {PP2}", "what train_step returns as lm loss"),
+            ("log", f"--engine megatron {PRETRAIN} {SIZES} --num-layers 8 {PP2}", "value of train_step: lm loss"),
             (
                 "schedule",
                 f"--engine megatron --checkpoint resume {PRETRAIN} {SIZES} --num-layers 8 {PP2}",
-                "what Megatron logs as learning rate",
+                "log of Megatron: learning rate",
             ),
             ("bias", f"--engine megatron --nproc 2 {PRETRAIN} {SIZES} {EXPERTS}", "router.expert_bias after the step"),
             ("clip", f"--engine megatron {PRETRAIN} {SIZES} --clip-grad 0.1 {PP2}", "optimizer's exp_avg of"),
@@ -225,7 +225,7 @@ for step in range(5):
     [
         (PP2, {}, None),
         ("--nproc 2", {}, None),
-        (PP2, {"REPORT": "1"}, "what loss_func reports as lm loss"),
+        (PP2, {"REPORT": "1"}, "report of loss_func: lm loss"),
         ("--nproc 2", {"BUFFER": "1"}, "buffer seen after the step"),
     ],
 )

@@ -189,7 +189,7 @@ def asked_for(options: Options) -> Layout:
     except ValueError as error:
         raise RunError(f"a size among the script's flags is not a number: {error}") from error
     if world < least or world % least:
-        raise RunError(f"--nproc {world} is no multiple of TP x PP x CP = {least}")
+        raise RunError(f"--nproc {world} is not a multiple of TP x PP x CP = {least}")
     return layout
 
 

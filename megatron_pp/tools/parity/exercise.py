@@ -15,7 +15,7 @@ REFUSED = {
     "--use-torch-fsdp2": _SHARDED,
     "--yaml-cfg": "parity reads sizes from flags. Give those of the file as flags",
 }
-_PACKED = "packs of sequences are not made, and their attention needs Transformer Engine and a GPU"
+_PACKED = "parity makes no packed sequences; their attention needs Transformer Engine and a GPU"
 NOT_MADE = {
     "--sft": _PACKED,
     "--dataloader-inter-document-masking": _PACKED,
@@ -31,7 +31,7 @@ _LEFT_OUT = {
     "--recompute-loss-function": "the loss is not recomputed",
     "--full-validation": "no evaluation is run",
 }
-DROPOUT = "it is off: layouts draw other random numbers, and these are not compared"
+DROPOUT = "it is off, because layouts draw different random numbers, which cannot be compared"
 
 
 def refuse(flags: Flags) -> None:

@@ -18,7 +18,7 @@ from megatron_pp.tools.check.jobs.job import Job
 
 PATIENCE = 120.0  # seconds that importing Megatron and reading the flags may take
 HOPPER = 9
-_TOLD = re.compile(
+_CHANGE_OR_ADVICE = re.compile(
     r"disabl|ignor|deprecat|overrid|not support|no longer|turn|setting|warning|replac|instead|forc|only|cannot|fall"
     r"|must|should|recommend",
     re.IGNORECASE,
@@ -205,8 +205,8 @@ def _valued(answer: Mapping[str, Any], name: str) -> str:
 def _changes(answer: Mapping[str, Any]) -> list[Finding]:
     """A note for each given setting that Megatron's checks have changed, with the lines that Megatron prints about it.
     Then a note for each other line that Megatron prints."""
-    said = [line for line in answer["said"] if _TOLD.search(line) and not _ROUTINE.search(line)]
-    found, told = [], set()
+    said = [line for line in answer["said"] if _CHANGE_OR_ADVICE.search(line) and not _ROUTINE.search(line)]
+    found, explained = [], set()
     for name, value in answer["given"].items():
         if not answer["args"] or name not in answer["args"]:
             continue
@@ -215,11 +215,11 @@ def _changes(answer: Mapping[str, Any]) -> list[Finding]:
             continue
         words = re.compile(re.escape(name).replace("_", "[-_ ]?"), re.IGNORECASE)
         reasons = [line for line in said if words.search(line)]
-        told.update(reasons)
+        explained.update(reasons)
         reason = f": {'; '.join(reasons)}" if reasons else ""
         text = f"Megatron changes {_valued(answer, name)} to {after}{reason}"
         found.append(Finding(f"megatron-changes-{name.replace('_', '-')}", NOTE, text, "", (name,)))
-    rest = [line for line in said if line not in told]
+    rest = [line for line in said if line not in explained]
     return found + [Finding("megatron-says", NOTE, f"Megatron says: {line}") for line in rest]
 
 

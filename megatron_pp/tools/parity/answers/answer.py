@@ -32,9 +32,9 @@ _OPERATIONS = {
     GRADIENT: "gradient after finalize_model_grads of {}",
     PARAMETER: "parameter after the optimizer step of {}",
     RESTORED: "restored value of {}",
-    REPORT: "what loss_func reports as {}",
-    RETURNED: "what train_step returns as {}",
-    LOGGED: "what Megatron logs as {}",
+    REPORT: "report of loss_func: {}",
+    RETURNED: "return value of train_step: {}",
+    LOGGED: "log of Megatron: {}",
     BUFFER: "buffer {} after the step",
     NORM: "{}",
     SCHEDULE: "{}",
@@ -200,12 +200,12 @@ class Answer:
             lines += [
                 f"  {name}: {self.not_exercised[name]}; without it parity compares the rest" for name in self.not_made
             ]
-            lines.append(f"without regard to that: {SENTENCES[self.of_what_ran]}: {label}")
+            lines.append(f"the parts that ran: {SENTENCES[self.of_what_ran]}: {label}")
         else:
             lines = [f"{SENTENCES[self.verdict]}: {label}"]
         lines += [f"  {_of(engine)} schedule: {_about(one)}" for engine, one in self.compared.items()]
         if self.same is not None:
-            lines.append(f"  both schedules compute {'the same bits' if self.same else 'other bits'}")
+            lines.append(f"  both schedules compute {'the same bits' if self.same else 'different bits'}")
         if self.verdict == DIFFERENT:
             lines += self._diagnosis()
         elif self.rounding():
@@ -256,7 +256,7 @@ def grouped(parameters: dict[str, dict[str, Any]]) -> list[str]:
         words.append(f"ranks {_list(about['ranks'])}")
         words += [about["ratio_in_words"]] if "ratio" in about else []
         if "partial_sums" in about:
-            words.append(f"partial sums: those of the {about['partial_sums']} ranks add up to what is right")
+            words.append(f"partial sums: the gradients of the {about['partial_sums']} ranks add up to the right one")
         groups.setdefault("; ".join(words), []).append(name)
     return [f"{words}: {_some(names)}" for words, names in groups.items()]
 

@@ -121,7 +121,7 @@ def compare_records(records: list[Record], alone: Record, exact: Record, unit: f
     if first is not None and first.key.kind == NORM:
         reported = float(records[first.rank].values[first.key].data)
         result.of_norm = norms.concerned(first.key, reported, records, exact)
-    result.missing += [f"{name} is a parameter of no layer in one process" for one in records for name in one.unknown]
+    result.missing += [f"one process has no parameter {name}" for one in records for name in one.unknown]
     return result
 
 

@@ -19,7 +19,7 @@ def script(tmp_path):
 @pytest.mark.parametrize(
     ("options", "flags", "words"),
     [
-        ("--nproc 3", "--tensor-model-parallel-size 2", "--nproc 3 is no multiple of TP x PP x CP = 2"),
+        ("--nproc 3", "--tensor-model-parallel-size 2", "--nproc 3 is not a multiple of TP x PP x CP = 2"),
         ("", "--tensor-model-parallel-size two", "a size among the script's flags is not a number"),
         ("--engine their", "", "engine 'their' is not known"),
         ("--nproc 0", "", "argument --nproc: '0' is not a whole number from 1 to 999999999"),
