@@ -102,7 +102,7 @@ def advice(row: Row) -> str:
         found = (
             f"megatron-core {row.release} is not shown to run correctly: {passed}{compared}. Use an earlier release, "
             "or leave install() out, until this is fixed: read what its functions have beyond the tables (below), "
-            "serve it or hand it back in integrations/megatron/steps/scope.py, and run this again."
+            "serve it or hand it back in integrations/megatron/steps/served/scope.py, and run this again."
         )
     elif f"\nmegatron-core=={row.release};" in CONSTRAINTS.read_text(encoding="utf-8"):
         found = f"megatron-core {row.release} runs correctly: {passed}{compared}. The constraints already pin it."

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.callers_thread
 # The most lines of a book. The aim for the machine under install() is 6,500: lower its limit if you remove modules.
 COMPILER_LINES = 4_390
 MACHINE_LINES = 7_386
-INSTALLED_MACHINE_LINES = 7_076
-NCCL_MACHINE_LINES = 7_646  # under install()
+INSTALLED_MACHINE_LINES = 7_077
+NCCL_MACHINE_LINES = 7_647  # under install()
 
 # Package -> its modules that a default step loads.
 MACHINE = {
@@ -64,7 +64,8 @@ UNDER_INSTALL = {
     "integrations": "megatron_core",
     "integrations.megatron": "given named_objects stand_ins",
     "integrations.megatron.releases": "release sources versions",
-    "integrations.megatron.steps": "after_step call gpt_models known_steps scope served_configs",
+    "integrations.megatron.steps": "after_step call gpt_models known_steps",
+    "integrations.megatron.steps.served": "scope served_configs",
 }
 COMPILER = {
     "common": "bounded_cache gc_pause names",

@@ -18,7 +18,7 @@ from megatron_pp.integrations.megatron.releases.versions import ENTRIES
 from megatron_pp.integrations.megatron.steps.after_step import watch_what_follows
 from megatron_pp.integrations.megatron.steps.call import MegatronHost
 from megatron_pp.integrations.megatron.steps.gpt_models import place_models
-from megatron_pp.integrations.megatron.steps.scope import (
+from megatron_pp.integrations.megatron.steps.served.scope import (
     HANDED_BACK,
     has_modules,
     reason_not_served,

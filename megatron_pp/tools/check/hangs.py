@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from megatron_pp.errors import LayoutError, PlanError, ScheduleInputError
-from megatron_pp.integrations.megatron.steps.served_configs import unserved_setting
+from megatron_pp.integrations.megatron.steps.served.served_configs import unserved_setting
 from megatron_pp.plan.builder import verified_plan
 from megatron_pp.tools.check.findings import ERROR, Finding, Section
 from megatron_pp.tools.check.jobs.job import TORCHTITAN, Job

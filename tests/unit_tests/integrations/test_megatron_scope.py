@@ -19,7 +19,7 @@ from megatron_pp.integrations.megatron.releases.versions import ENTRIES
 from megatron_pp.integrations.megatron.steps import combined, resets
 from megatron_pp.integrations.megatron.steps import modules as megatron_modules
 from megatron_pp.integrations.megatron.steps.call import MegatronHost
-from megatron_pp.integrations.megatron.steps.scope import reason_not_served, without_defaults
+from megatron_pp.integrations.megatron.steps.served.scope import reason_not_served, without_defaults
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.testing.memory_transport import MemoryNetwork
 

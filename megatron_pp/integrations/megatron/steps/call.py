@@ -15,8 +15,8 @@ from megatron_pp.integrations.megatron.given import InstallSettings, with_overri
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.steps.gpt_models import has_built_v
 from megatron_pp.integrations.megatron.steps.known_steps import KnownSteps, MicrobatchSteps
-from megatron_pp.integrations.megatron.steps.scope import has_attention_residuals
-from megatron_pp.integrations.megatron.steps.served_configs import COMBINED_1F1B, is_combined
+from megatron_pp.integrations.megatron.steps.served.scope import has_attention_residuals
+from megatron_pp.integrations.megatron.steps.served.served_configs import COMBINED_1F1B, is_combined
 from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders import INTERLEAVED, find_family

@@ -79,7 +79,7 @@ class CombinedSteps(MegatronSteps):
     ) -> None:
         super().__init__(megatron, step, overridden, options)
         combined = of_release()
-        assert combined is not None, "scope.py hands such a step back"
+        assert combined is not None, "served/scope.py hands such a step back"
         self.step = combined.step
         chunks = range(len(step.inputs.chunks))
         self.places: list[AbstractContextManager[Any]] = [

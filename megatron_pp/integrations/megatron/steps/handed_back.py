@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_pp.errors import NotServedError
 from megatron_pp.integrations.megatron.steps.gpt_models import has_built_v
-from megatron_pp.integrations.megatron.steps.scope import HANDED_BACK
+from megatron_pp.integrations.megatron.steps.served.scope import HANDED_BACK
 
 logger = logging.getLogger("megatron_pp")
 

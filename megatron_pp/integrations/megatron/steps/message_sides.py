@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_pp.integrations.megatron.steps.scope import has_attention_residuals
+from megatron_pp.integrations.megatron.steps.served.scope import has_attention_residuals
 from megatron_pp.runtime.arguments import StepInputs, pipeline_group
 
 

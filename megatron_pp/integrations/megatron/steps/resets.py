@@ -8,7 +8,7 @@ from typing import Any
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.releases.versions import AFTER_TRAINING, NEVER
 from megatron_pp.integrations.megatron.steps import attention_residuals
-from megatron_pp.integrations.megatron.steps.scope import has_attention_residuals
+from megatron_pp.integrations.megatron.steps.served.scope import has_attention_residuals
 from megatron_pp.runtime.arguments import StepInputs
 
 

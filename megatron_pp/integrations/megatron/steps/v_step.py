@@ -16,7 +16,7 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.integrations.megatron.steps import attention_residuals, v_logs
 from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
 from megatron_pp.integrations.megatron.steps.known_steps import KnownSteps
-from megatron_pp.integrations.megatron.steps.scope import has_attention_residuals
+from megatron_pp.integrations.megatron.steps.served.scope import has_attention_residuals
 from megatron_pp.integrations.megatron.steps.v_placement import ChunkPlace, is_mirrored, shared_weight
 from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.runtime.compute import Activation

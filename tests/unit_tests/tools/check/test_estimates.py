@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pp.integrations.megatron.steps import scope
+from megatron_pp.integrations.megatron.steps.served import scope
 from megatron_pp.tools.advise.layers.gpus import GPUS
 from megatron_pp.tools.check import hangs, memory, step_time
 from megatron_pp.tools.check.jobs.job import Job

@@ -10,7 +10,7 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.releases.versions import ENTRIES, Row, entry_keywords
-from megatron_pp.integrations.megatron.steps.served_configs import is_combined, unserved_setting
+from megatron_pp.integrations.megatron.steps.served.served_configs import is_combined, unserved_setting
 
 # Whether Megatron's own schedule runs: the schedule functions that it calls by name are Megatron's too then.
 HANDED_BACK: ContextVar[bool] = ContextVar("megatron_pp_handed_back", default=False)

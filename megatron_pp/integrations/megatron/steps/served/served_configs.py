@@ -15,7 +15,7 @@ def unserved_setting(config: Any, use_megatron_fsdp: bool = False, forward_only:
     if use_megatron_fsdp and is_combined(config, forward_only):
         return "the combined 1F1B with Megatron-FSDP (config.overlap_moe_expert_parallel_comm, --use-megatron-fsdp)"
     if getattr(config, "hybrid_context_parallel", False):
-        from megatron_pp.integrations.megatron.steps import hybrid_context
+        from megatron_pp.integrations.megatron.steps.served import hybrid_context
 
         return hybrid_context.reason_not_served(config)
     if getattr(config, "use_ring_exchange_p2p", False):
