@@ -11,6 +11,8 @@ BY_TEST = {
     "docs/recipes/library.md": "functional_tests/test_pages.py",
     "docs/testkit.md": "unit_tests/testkit/test_page.py",
     "before.py": "functional_tests/test_pages.py",
+    "for version in 3.10 3.11 3.12 3.13; do": "functional_tests/test_installed_package.py",
+    "done": "functional_tests/test_installed_package.py",
     "example.py": "functional_tests/test_pages.py",
     "megatron_cpu.py": "functional_tests/test_megatron_recipes.py",
     "torchrun --standalone --nproc-per-node 2 examples/torch_pipelining.py --schedule zb_v": (
@@ -75,7 +77,10 @@ NOT_HERE = {
     "pip install megatron_pp-0.1.0-py3-none-any.whl": Why(DOWNLOADS, _PACKAGE),
     "python -m build": Why(DOWNLOADS, _PACKAGE),
     "scripts/check_wheel.sh dist": Why(DOWNLOADS, _PACKAGE),
-    "MEGATRON_PP_URL=https://<the repository> scripts/check_wheel.sh dist": Why(BLANK, _PACKAGE),
+    "export MEGATRON_PP_URL=https://<the repository>": Why(BLANK, _PACKAGE),
+    "MEGATRON_PP_PYTHON_VERSION=$version MEGATRON_PP_VENV=.venv-$version scripts/check_wheel.sh dist/$version": Why(
+        DOWNLOADS, _PACKAGE
+    ),
     "docker build -t megatron-pp .": Why(DOWNLOADS),
     "docker run --rm megatron-pp": Why(DOWNLOADS),
     "docker run --rm megatron-pp scripts/test.sh": Why(DOWNLOADS),
