@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,14 +138,16 @@ class KeptBytes:
     weight    bytes kept from an input-gradient backward to its W
     received  bytes of the stage's input
 
-    ``engine`` is set before the step, and left alone after it."""
+    ``engine`` is set before the step, and left alone after it. Chunks and their store are referred to weakly: a step
+    that fails leaves this object behind, and a model must not live for as long."""
 
     def __init__(self, plan: Plan, rank: int, chunks: Sequence[Any], weights: WeightGradStore | None) -> None:
         self.engine: PlanExecutor | None = None
         self.forward: dict[int, int] = {}
         self.weight: dict[int, int] = {}
         self.received: dict[int, int] = {}
-        self._weights, self._chunks = weights, chunks
+        self._weights = None if weights is None else weakref.ref(weights)
+        self._chunks = [weakref.ref(chunk) for chunk in chunks]
         self._first, self._counted = _two_microbatches(plan, rank)
         self._saved: defaultdict[Forward, dict[StorageWeakRef, int]] = defaultdict(dict)
         self._hooks: saved_tensors_hooks | None = None
@@ -166,7 +169,9 @@ class KeptBytes:
             hooks, self._hooks = self._hooks, None
             hooks.__exit__()
         elif at.op == INPUT_GRAD and at.mb == self._counted.get(at.stage) and self._weights is not None:
-            waiting = self._weights.kept_tensors(at.chunk, at.mb if at.part < 0 else (at.mb, at.part))
+            weights = self._weights()
+            assert weights is not None  # the step has it
+            waiting = weights.kept_tensors(at.chunk, at.mb if at.part < 0 else (at.mb, at.part))
             kept = self._alive(at) | _storages(waiting)
             self.weight[at.stage] = self.weight.get(at.stage, 0) + self._bytes(kept)
 
@@ -192,7 +197,8 @@ class KeptBytes:
         return {ref: size for ref, size in saved.items() if ref not in of_model and not ref.expired()}
 
     def _bytes(self, storages: Mapping[StorageWeakRef, int]) -> int:
-        own = {tensor.untyped_storage()._cdata for tensor in own_tensors(self._chunks)}
+        chunks = [chunk for chunk in (known() for known in self._chunks) if chunk is not None]
+        own = {tensor.untyped_storage()._cdata for tensor in own_tensors(chunks)}
         return sum(size for ref, size in storages.items() if ref.cdata not in own)
 
 

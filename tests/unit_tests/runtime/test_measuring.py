@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +248,32 @@ def test_nothing_is_measured_unless_asked_for() -> None:
 
 
 # --- what goes wrong
+
+
+class _FailsWhenAsked(torch.nn.Linear):
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise ValueError("asked")
+        return super().forward(x)
+
+
+def test_a_model_whose_measurement_does_not_end_is_freed() -> None:
+    def is_freed(rank: Rank) -> bool:
+        model = rank.model(lambda stage: _FailsWhenAsked(4, 4))
+        split_weight_grad(model)
+        rank.step(model)
+        for module in model[0].modules():
+            module.fails = True  # in the step that counts bytes
+        with pytest.raises(ValueError, match="asked"):
+            rank.step(model)
+        known = weakref.ref(model[0])
+        del model, module
+        gc.collect()
+        return known() is None
+
+    assert pipeline(1, 1, 2, is_freed, measure=3, pipeline_schedule="zb_h1") == [True]
 
 
 def test_a_file_that_cannot_be_written_is_an_error_before_any_communication() -> None:
