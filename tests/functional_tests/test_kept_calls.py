@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import hashlib
 import os
 import sys
 import tempfile
@@ -25,9 +26,11 @@ import megatron_pp
 from megatron_pp.config.step_fields import IN_ENVIRONMENT, StepFields
 from megatron_pp.runtime import kept_calls, run_step
 from megatron_pp.runtime.communicators import close_communicators
+from testkit import autograd_draw
 from testkit.models.linear_stage import LinearStage, forward_step
 from testkit.mutants.blind_kept_calls import read_without
 from testkit.processes import run_processes
+from testkit.sweeps import EXHAUSTIVE
 from tests.functional_tests.megatron_support import needs_megatron
 
 pytestmark = pytest.mark.callers_thread
@@ -286,7 +289,21 @@ def files_of_a_call(program: Program) -> dict[str, str]:
     return found
 
 
-def checked(rank: int, size: int, installed: bool) -> dict[str, Any]:
+def is_drawn(change: Change, chunks: int, seed: str) -> bool:
+    """Whether a run tries this change with so many chunks.
+
+    With two chunks it tries all changes. With one chunk it draws a third of them, field by field and argument by
+    argument: what is compared is the same. Fields that only functions of Megatron's read change with one chunk alone,
+    and of these a run draws half.
+    """
+    if EXHAUSTIVE or chunks == 2:
+        return True
+    what = change[0].partition(" = ")[0]  # the rest may have the address of a function, which ranks do not share
+    of_a_step = not what.startswith("config.") or what.removeprefix("config.") in StepFields._fields
+    return hashlib.sha256(f"{seed} {what}".encode()).digest()[0] % (3 if of_a_step else 2) == 0
+
+
+def checked(rank: int, size: int, installed: bool, seed: str) -> dict[str, Any]:
     """Return, for one and for two chunks, the files of a call and the changes after which a call differs from a first
     one; also the number of calls, and how many of them took over an earlier call's results."""
     library, state = the_library(installed)
@@ -300,7 +317,7 @@ def checked(rank: int, size: int, installed: bool) -> dict[str, Any]:
         program.end()
     for chunks in (1, 2):
         program = Program(library, state, chunks, size, more)
-        for change in changes_of(program):
+        for change in [one for one in changes_of(program) if is_drawn(one, chunks, seed)]:
             wrong = program.wrongly_taken_over(change)
             if wrong:
                 found[f"{change[0]}, {chunks} chunks"] = wrong
@@ -359,6 +376,7 @@ def noted_calls() -> list[Any]:
     return taken
 
 
+SEED = autograd_draw.said()  # of the test: its ranks have another value
 METHODS = ("forkserver", "spawn")  # the last rank starts with nothing loaded, as under a launcher
 
 
@@ -366,7 +384,9 @@ METHODS = ("forkserver", "spawn")  # the last rank starts with nothing loaded, a
 def results(installed: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environment = {"FOLDER": folder}
-        ranks = run_processes(checked, 2, args=(installed,), timeout=400, environment=environment, start_method=METHODS)
+        ranks = run_processes(
+            checked, 2, args=(installed, SEED), timeout=400, environment=environment, start_method=METHODS
+        )
     return ranks[-1]
 
 
@@ -388,7 +408,7 @@ def test_a_change_between_two_calls_is_seen(installed: bool) -> None:
     taken, calls = found.pop("taken over"), found.pop("calls")
     wrong = {name: value for name, value in found.items() if not name.startswith("files")}
     assert not wrong, "\n".join(f"{name}: {value}" for name, value in wrong.items())
-    assert 50 < taken < calls  # else no call was compared
+    assert 30 < taken < calls  # else no call was compared
 
 
 def test_a_field_that_is_not_compared_is_found() -> None:
