@@ -117,6 +117,13 @@ make_venv() {
     rm -f -- "$half_made"
 }
 
+compile_installed() { # OPTION...: run compileall in place of this shell. It fails for files that are for other releases of Python
+    # Left out is what these scripts seldom import: it is compiled when it is imported.
+    local seldom='/(tests?|_internal)/|/site-packages/(fontTools|mypy|mypyc|onnx|onnx_ir|onnxscript|pip|selenium)/'
+    cd -- "$venv" # the pattern is for paths within it, and -p adds it to the names in the compiled files
+    exec "$python" -m compileall -q "$@" -x "$seldom" -p "$venv" -- lib >/dev/null 2>&1
+}
+
 install() { # EXTRA...
     local joined pip
     joined="$(IFS=,; printf '%s' "$*")"
@@ -128,6 +135,10 @@ install() { # EXTRA...
     # torch is installed first and alone: megatron-core and others accept any version, so the pinned one must be there.
     say "Set-up 2/4: torch (once; a few minutes if it has to be downloaded) ..."
     "${pip[@]}" torch setuptools wheel >&2
+    compile_installed -j 1 & # on a core that pip leaves idle
+    local compiling=$!
+    # shellcheck disable=SC2064  # the number as it is now
+    trap "kill $compiling 2>/dev/null || true" EXIT
     say "Set-up 3/4: megatron_pp${joined:+ with extras $joined} ..."
     "${pip[@]}" --no-build-isolation --editable "$root${joined:+[$joined]}" >&2
     if [[ " $* " == *" test "* ]]; then
@@ -136,7 +147,9 @@ install() { # EXTRA...
         "${pip[@]}" --no-deps --upgrade --target "$venv/transformer_engine_python" transformer-engine >&2
     fi
     say "Set-up 4/4: compiling and importing what was installed ..."
-    "$python" -m compileall -q -j 0 -- "$venv" >/dev/null 2>&1 || true # on all cores, while pip uses one; some files are for other releases of Python
+    wait "$compiling" || true
+    trap - EXIT
+    (compile_installed -j 0) || true
     (cd / && "$python" -c 'import torch, megatron_pp') || die "torch and megatron_pp cannot be imported from $venv"
     printf '%s\n%s\n' "$(fingerprint)" "$*" >"$stamp.new"
     mv -f -- "$stamp.new" "$stamp"
