@@ -30,7 +30,7 @@ class ComparedSchedule:
     per_microbatch        makespan / M: the cost of a fixed global batch
     peak_bytes            memory of the fullest rank; None without a model shape
     peak_in_flight        (chunk, microbatch) pairs of the fullest rank; a slice counts with its share
-    messages, sent_bytes  those of all ranks together
+    messages, sent_bytes  of all ranks together
     refused               the reason if it is refused, otherwise empty
     bound                 bound of the makespan under the memory limit; None if steps in a row are compared
     """

@@ -101,7 +101,7 @@ def default_measured(placement: Placement) -> Measured:
 
 
 def peak_memory(order: Sequence[Instruction], stages: Sequence[int], memory: MemoryModel) -> float:
-    """The most activation memory that a rank holds at once."""
+    """The most activation memory that a rank holds at the same time."""
     return max(kept_timeline(order, stages, memory.forward, memory.weight), default=0.0)
 
 

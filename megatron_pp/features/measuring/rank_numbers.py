@@ -33,7 +33,8 @@ _GATHERED: ObjectTable[RankNumbers] = ObjectTable()
 
 
 def rank_numbers(transport: Transport, reads: bool) -> RankNumbers:
-    """Those of the transport's pipeline. ``reads``: this rank wants the numbers of all; by default it gives its own."""
+    """The numbers of the transport's pipeline. ``reads``: this rank reads the numbers of all ranks, not only gives its
+    own."""
     found = _GATHERED.get(transport)
     if found is None:
         found = _GATHERED[transport] = RankNumbers(transport.store, transport.name, transport.rank, transport.size)

@@ -11,7 +11,8 @@ from megatron_pp.plan.simulate.simulation import Event
 
 
 class _CopyEngines:
-    """Of a rank, one for each direction between device and host: each makes a copy at a time, in the order posted."""
+    """The copy engines of a rank, one for each direction between device and host. Each makes one copy at a time, in the
+    order posted."""
 
     def __init__(self) -> None:
         self._posted: dict[tuple[str, int, int, int], Event] = {}

@@ -157,7 +157,7 @@ class NamedWalk(Follower):
         return facts, {((s, mb - since, part), name) for (s, mb, part), name in self.summed}
 
     def _missing(self) -> Iterator[tuple[_Cell, int]]:
-        """Of what has begun, what a finished program must still make true."""
+        """The facts that a finished program must still make true, of microbatches that it has begun."""
         for (cell, name), facts in self.facts.items():
             if facts:
                 yield cell, self.required[cell[0]][name] & ~facts

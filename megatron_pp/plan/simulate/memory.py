@@ -131,7 +131,7 @@ class ModelShape:
 
     @property
     def _ffn_share(self) -> float:
-        """Of the 24 s b h inside tensor parallelism, 16 are the feed-forward part's at width 4 h (2205.05198, 4.1)."""
+        """The feed-forward part has 16 of the 24 s b h inside tensor parallelism, at width 4 h (2205.05198, 4.1)."""
         return (8 + 16 * (self.ffn_hidden_size or 4 * self.hidden_size) / (4 * self.hidden_size)) / 24
 
     def layers_per_stage(self, num_stages: int) -> int:
@@ -214,7 +214,7 @@ class RankMemory:
 
     @property
     def host_peak(self) -> float:
-        """The most that is in host memory at once."""
+        """The most that is in host memory at the same time."""
         return max(self.on_host, default=0.0)
 
 

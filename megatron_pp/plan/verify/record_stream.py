@@ -1,4 +1,4 @@
-"""Counts memory that PyTorch's allocator does not reuse at once after a transfer over NCCL.
+"""Counts memory that PyTorch's allocator does not reuse immediately after a transfer over NCCL.
 
 torch calls ``record_stream`` for every tensor that is sent or received (``ProcessGroupNCCL::pointToPoint``). Freed
 memory can be used again only when the communicator's stream has finished all that was posted to it before, including

@@ -192,9 +192,9 @@ class _Cuts:
         best, stages = self.price(counts), range(len(counts))
         for _ in range(_MOST_MOVES):
             found = [(best, counts)]
-            for giver, taker in product(self.givers(counts), stages):
-                moved = tuple(n - (k == giver) + (k == taker) for k, n in enumerate(counts))
-                if giver != taker and counts[giver] > 1 and self.is_buildable(moved):
+            for source, target in product(self.sources(counts), stages):
+                moved = tuple(n - (k == source) + (k == target) for k, n in enumerate(counts))
+                if source != target and counts[source] > 1 and self.is_buildable(moved):
                     found.append((self.price(moved), moved))
             least, moved = min(found)
             if least >= best:
@@ -242,7 +242,7 @@ class _Cuts:
         ranks = zip(self._ranks(counts), self.room.fixed, strict=True)
         return any(one.need + fixed > self.room.limit for one, fixed in ranks)
 
-    def givers(self, counts: Counts) -> Iterator[int]:
+    def sources(self, counts: Counts) -> Iterator[int]:
         """The stages of the rank with the most work, and those of the rank that needs the most memory."""
         ranks = self._ranks(counts)
         stages = self.room.placement.stages

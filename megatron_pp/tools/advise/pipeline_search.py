@@ -146,7 +146,7 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
 def _estimate(question: Question, queue: "_Queue", evaluator: "_Evaluator", say: Report) -> None:
     """Estimates the candidates for which there is time, those with few operations first. Plans that are too large to
     build
-    are left out. Searches take long, so the first promising search begins at once.
+    are left out. Searches take long, so the first promising search begins immediately.
     """
     bounds: dict[Any, float] = {}
     found = queue.found

@@ -87,8 +87,8 @@ def _run_script(argv: Sequence[str]) -> int:
 def _recorded(script: Callable[[], None]) -> Callable[[], None]:
     """Under torchrun, the script with its errors written to torchrun's error file.
 
-    torchrun prints that error as the root cause and keeps it in its log folder. It ends the other ranks at once, maybe
-    before they have printed their errors.
+    torchrun prints that error as the root cause and keeps it in its log folder. It ends the other ranks immediately,
+    maybe before they have printed their errors.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return script

@@ -188,7 +188,7 @@ class _Examination:
         self._end()
 
     def _end(self) -> NoReturn:
-        """Ends the process at once, so that the script cannot catch an exception."""
+        """Ends the process immediately, so that the script cannot catch an exception."""
         if os.getpid() == self.process:
             (self.folder / "rank0.result").write_bytes(pickle.dumps(self.seen))
         os._exit(0)
