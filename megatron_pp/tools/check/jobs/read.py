@@ -152,6 +152,10 @@ def _shell(given: Given, by_table: bool = False) -> Job:
     if left:
         text = f"not read, because {first} does not set their variables: {', '.join(left)}"
         found.append(Finding("variables-not-set", NOTE, text))
+    if command.unknown:
+        unknown = ", ".join(command.unknown).replace(f"${{{shell.PRINTED}}}", "$(...)")
+        text = f"not known, so all their branches were read, and the later one wins: {unknown}"
+        found.append(Finding("conditions-not-known", NOTE, text))
     if command.program == "verl":
         changes = [word for word in words if "=" in word and not word.startswith("--")]
         job = files.job_of_values("verl", files.changes_of(changes, first), given.gpus, first)
