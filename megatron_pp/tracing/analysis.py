@@ -121,7 +121,8 @@ def analyse(run: TracedRun, step: int | None = None) -> Findings:
 
 def _measured_costs(steps: Sequence[Simulation]) -> StageCosts:
     """Median time of each operation of each stage; of slices, times their number."""
-    plan, times = steps[0].plan, StageTimes()
+    plan = steps[0].plan
+    times = StageTimes()
     for step in steps:
         for rank in range(len(plan.programs)):
             times.add(plan.timed(rank), step.starts[rank], step.ends[rank])

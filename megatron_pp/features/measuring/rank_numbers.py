@@ -48,7 +48,10 @@ class RankNumbers:
 
     def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
         self.reads = False
-        self._store, self._name, self._rank, self._size = store, name, rank, size
+        self._store = store
+        self._name = name
+        self._rank = rank
+        self._size = size
         self._lock = threading.Condition()
         self._own: dict[str, list[float]] = {}  # what is on the store, or soon will be
         self._changed = False

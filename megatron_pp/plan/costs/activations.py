@@ -60,7 +60,8 @@ def activations_timeline(
 
     Raises PlanError for shares that are not one number, or one per stage, of at least 0.
     """
-    stages, parts = plan.placement.num_stages, plan.spec.num_parts
+    stages = plan.placement.num_stages
+    parts = plan.spec.num_parts
     ones = (0.0 if plan.spec.forward_only else 1.0 / parts,) * stages
     late = [share / parts for share in _per_stage(weight_share, stages)]
     return kept_timeline(plan.programs[rank] if run is None else run, plan.placement.stages[rank], ones, late)

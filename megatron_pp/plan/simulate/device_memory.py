@@ -49,7 +49,8 @@ class DeviceMemory(NamedTuple):
 
 def device_memory(plan: Plan, rank: int, memory: RankMemory, outside: Outside | None) -> DeviceMemory:
     """``memory``: of ``rank`` along its program; ``outside``: None where there is no GPU."""
-    spec, context = plan.spec, 0.0
+    spec = plan.spec
+    context = 0.0
     made: Iterable[Communicators] = ()
     if outside is not None:
         made = outside.communicators(plan.placement, rank, spec.policy, spec.channels)

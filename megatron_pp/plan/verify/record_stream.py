@@ -31,7 +31,8 @@ def recorded_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterato
 
 class _StreamWalk:
     def __init__(self, plan: Plan, gives_back: bool) -> None:
-        self.plan, self.gives_back = plan, gives_back
+        self.plan = plan
+        self.gives_back = gives_back
         self.added = hooks_of(plan.spec.added)
         self.posted: Counter[Hashable] = Counter()
         self.finished: Counter[Hashable] = Counter()

@@ -38,7 +38,8 @@ def _greedy(work: Sequence[float], num_stages: int, most: float) -> Counts | Non
     stages."""
     counts, filled = [0], 0.0
     for k, one in enumerate(work):
-        left, stages_left = len(work) - k, num_stages - len(counts)
+        left = len(work) - k
+        stages_left = num_stages - len(counts)
         if counts[-1] and (filled + one > most * (1 + 1e-12) or left <= stages_left):
             counts.append(0)
             filled = 0.0
@@ -189,7 +190,8 @@ class _Cuts:
     def improved(self, counts: Counts) -> Counts:
         """``counts`` after moves of a unit to another stage. Each move is the best one; they end when none lowers the
         price."""
-        best, stages = self.price(counts), range(len(counts))
+        best = self.price(counts)
+        stages = range(len(counts))
         for _ in range(_MOST_MOVES):
             found = [(best, counts)]
             for source, target in product(self.sources(counts), stages):
@@ -226,7 +228,8 @@ class _Cuts:
         static = sum(one.static for one in layers)
         kept = room.kept_in_chunks(rank, activation, late)
         left = room.limit - room.fixed[rank] - static
-        load, over = work, kept - left
+        load = work
+        over = kept - left
         if over > 0 and self.recompute:
             least = room.kept_in_chunks(rank, [sum(one.least for one in row) for row in rows], late)
             share = min(1.0, over / (kept - least)) if kept > least else 1.0

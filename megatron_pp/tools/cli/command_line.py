@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = BAD_INPUT
     except KeyboardInterrupt:
         _drop_output()
-        problem, code = "ended by Ctrl-C", ENDED
+        problem = "ended by Ctrl-C"
+        code = ENDED
     except (ImportError, MegatronPPError) as error:
         problem = _in_words(error)
         code = REFUSED if isinstance(error, RefusedError) else BAD_INPUT

@@ -193,7 +193,9 @@ def _set_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _megatron_in_shell(given: Given, command: shell.Command, words: list[str]) -> Job:
-    first, script, found = given.words[0], command.script, []
+    first = given.words[0]
+    script = command.script
+    found = []
     place = next((one for one in (Path(first).parent / script, Path(script)) if one.is_file()), None)
     nodes = shell.number_behind(command.launcher, "--nnodes")
     each = shell.number_behind(command.launcher, "--nproc-per-node")
