@@ -103,8 +103,7 @@ class _Job:
                 self.done.wait()
             except BaseException as error:
                 interruption = error
-        failure = interruption or self.error
-        self.error = None
+        failure, self.error = interruption or self.error, None
         try:
             if failure is not None:
                 raise failure

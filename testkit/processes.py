@@ -33,8 +33,7 @@ class RankFailedError(MegatronPPError, RuntimeError):
 
     def __init__(self, message: str, errors: dict[int, tuple[str, str]], results: dict[int, Any]) -> None:
         super().__init__(message)
-        self.errors = errors
-        self.results = results
+        self.errors, self.results = errors, results
 
 
 def run_processes(

@@ -27,10 +27,7 @@ Queue = tuple[object, ...]
 
 class MemoryWork:
     def __init__(self, network: MemoryNetwork, rank: int, queue: Queue, ends: list[End]) -> None:
-        self.network = network
-        self.rank = rank
-        self.queue = queue
-        self.ends = ends
+        self.network, self.rank, self.queue, self.ends = network, rank, queue, ends
         self.left = len(ends)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -217,8 +214,7 @@ class MemoryTransport(Transport):
     waits_together = False
 
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
-        self.network = network
-        self.rank = rank
+        self.network, self.rank = network, rank
         self.size = network.size
         self.device = torch.device("cpu")
 

@@ -166,8 +166,7 @@ def build_chunks(case: Case, config: TransformerConfig) -> list[torch.nn.Module]
 
 
 def build_chunk(case: Case, config: TransformerConfig, vp_stage: int | None) -> torch.nn.Module:
-    model = case.model
-    virtual = {"ignore_virtual": False, "vp_stage": vp_stage}
+    model, virtual = case.model, {"ignore_virtual": False, "vp_stage": vp_stage}
     place: dict[str, Any] = {
         "pre_process": parallel_state.is_pipeline_first_stage(**virtual),
         "post_process": parallel_state.is_pipeline_last_stage(**virtual),
@@ -196,8 +195,7 @@ def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torc
     """(name in the whole model, parameter) of one chunk. Tied embeddings have one name, also on the last stage, unless
     that stage has its own copy of the embedding to predict further tokens.
     """
-    model = unwrapped(chunk)
-    place = Place.here()
+    model, place = unwrapped(chunk), Place.here()
     modules = dict(model.named_modules())
     for path, parameter in model.named_parameters():
         name = global_name(path, modules, place)

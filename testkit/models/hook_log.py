@@ -84,8 +84,7 @@ class _LoggedBlock(torch.nn.Module):
 class _LogBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, log: HookLog, line: str) -> torch.Tensor:
-        ctx.log = log
-        ctx.line = line
+        ctx.log, ctx.line = log, line
         return x.clone()
 
     @staticmethod

@@ -75,8 +75,7 @@ class NodeStreams:
         is_on_host: Callable[[torch.Tensor], bool],
     ) -> None:
         self._current = default
-        self._record = record
-        self._is_on_host = is_on_host
+        self._record, self._is_on_host = record, is_on_host
         self._tasks: list[_Task] = []
 
     def current(self) -> Lane:
@@ -148,8 +147,7 @@ class NodeStreams:
 
     def _enter(self, task: _Task, node: Any) -> None:
         self._sum_up(task)
-        task.node = node
-        task.has_begun = True
+        task.node, task.has_begun = node, True
         self._current = task.lanes[node]
         for event in task.ready.pop(node, {}).values():
             if event is not None:
@@ -170,8 +168,7 @@ class NodeStreams:
         """``grad``, from ``stream``, is for ``to``."""
         if grad is None or self._is_on_host(grad):
             return
-        target = task.lanes[to]
-        ready = task.ready.setdefault(to, {})
+        target, ready = task.lanes[to], task.ready.setdefault(to, {})
         event = None
         if target is not stream:
             self._record(grad, target)

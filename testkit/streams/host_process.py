@@ -73,8 +73,7 @@ class HostProcess:
     @contextmanager
     def main_thread(self) -> Iterator[None]:
         """A context in which this thread is the process's main thread, and has chosen its device."""
-        _here.process = self
-        _here.chosen = self.index
+        _here.process, _here.chosen = self, self.index
         try:
             yield
         finally:

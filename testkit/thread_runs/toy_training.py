@@ -27,8 +27,7 @@ def train_toy(
     """
 
     def train(rank: Rank) -> ToyResult:
-        chunks = rank.model(block)
-        reports = []
+        chunks, reports = rank.model(block), []
         if split:
             split_weight_grad(chunks)
         for step in range(1, steps + 1):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 from pathlib import Path
 
+import pytest
+
+from megatron_pp.integrations.megatron.releases.versions import release_of
 from tests.functional_tests.megatron_support import needs_megatron
 
 from testkit.megatron.cases import Case, Job, Model  # isort: skip
@@ -47,3 +51,20 @@ def test_a_weight_without_gradients_stops_a_reduction_that_waits_for_it() -> Non
     *stopped, _, _, _, _ = outcomes = run_jobs([Job(case, deadline=60.0) for case in cases])
     assert [(one.status, one.message[:23]) for one in stopped] == [("error", "rank 1: AssertionError:")] * 2
     assert [one.status for one in outcomes[2:]] == ["ok"] * 4, [one.message for one in outcomes]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_copy_of_the_embedding_gets_another_learning_rate_up_to_0_17(tied: bool) -> None:
+    """Multi-token prediction has a copy of the embedding on the last stage. Older releases do not mark it as an
+    embedding, so the two copies differ after one step with --decoupled-lr. The gradients of both are equal.
+    """
+    prediction = Model(layers=2, tied=tied, extra_config=(("mtp_num_layers", 1),))
+    theirs = Case(prediction, engine="megatron", pp=2, microbatches=2, deallocate=False)
+    cases = theirs, dataclasses.replace(theirs, engine="ours", deallocate=True)
+    check = "tests.functional_tests.megatron_optimizer_checks:embedding_after_a_step"
+    marked = release_of(importlib.metadata.version("megatron-core")) >= (0, 18)
+    for outcome in run_jobs([Job(case, check=check) for case in cases]):
+        first, last = outcome.facts
+        assert first, outcome.message
+        assert last
+        assert (first == last) == marked, max(map(abs, map(float.__sub__, first, last)))

@@ -33,8 +33,7 @@ _GATHERED: ObjectTable[RankNumbers] = ObjectTable()
 
 
 def rank_numbers(transport: Transport, reads: bool) -> RankNumbers:
-    """The numbers of the transport's pipeline. ``reads``: this rank reads the numbers of all ranks, not only gives its
-    own."""
+    """Those of the transport's pipeline. ``reads``: this rank wants the numbers of all; by default it gives its own."""
     found = _GATHERED.get(transport)
     if found is None:
         found = _GATHERED[transport] = RankNumbers(transport.store, transport.name, transport.rank, transport.size)
@@ -48,10 +47,7 @@ class RankNumbers:
 
     def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
         self.reads = False
-        self._store = store
-        self._name = name
-        self._rank = rank
-        self._size = size
+        self._store, self._name, self._rank, self._size = store, name, rank, size
         self._lock = threading.Condition()
         self._own: dict[str, list[float]] = {}  # what is on the store, or soon will be
         self._changed = False

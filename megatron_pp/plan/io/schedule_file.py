@@ -26,8 +26,7 @@ def family_of_file(path: str) -> Family:
     """
     text = read_text(path)
     plan = load_plan(path)
-    given = _FilePlan(path, plan)
-    spec = plan.spec
+    given, spec = _FilePlan(path, plan), plan.spec
     return Family(
         path,
         given.orders,

@@ -29,7 +29,7 @@ class Post(NamedTuple):
 
     @property
     def channel(self) -> tuple[str, int]:
-        """The one-way channel that carries it."""
+        """The one-way channel, among those of its rank."""
         return _CHANNEL(self.post)
 
 

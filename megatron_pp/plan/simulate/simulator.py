@@ -87,9 +87,7 @@ class SimulatedRun(DeviceRanks):
         self._plan_network_events()
 
     def program(self, rank: int) -> Iterator[Entry | float]:
-        me = self.ranks[rank]
-        now = 0.0
-        one_queue = self.one_queue
+        me, now, one_queue = self.ranks[rank], 0.0, self.one_queue
         for at in self.plan.programs[rank]:
             op = at.op
             if op in ins.COMPUTE_OPS:
@@ -136,8 +134,7 @@ class SimulatedRun(DeviceRanks):
     def _synchronise(self, me: SimulatedRank) -> Iterator[Entry | float]:
         """The operation that is over lasts until all that the rank has posted is over."""
         while unfinished := self.unfinished(me.number):
-            entry = unfinished[0]
-            since = me.ends[-1]
+            entry, since = unfinished[0], me.ends[-1]
             yield entry
             me.add_wait(ins.FREE_F if entry.at.op in ins.SEND_OPS else ins.WAIT_F, since, self.now, entry)
             me.ends[-1] = self.now

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_pp.errors import LayoutError
 from megatron_pp.tools.check.findings import ERROR, LEVELS, RISK, Finding, Section
 from megatron_pp.tools.check.jobs.files import loaded
 from megatron_pp.tools.check.jobs.job import TORCHTITAN, Job
+from megatron_pp.tools.check.stages import pipeline_size, stages_of
 
 FILE = Path(__file__).with_name("known_faults.toml")
 SAME, NOT_AFFECTED = "same", "not affected"
@@ -134,12 +136,23 @@ def layers_without_a_stage(job: Job) -> int:
     """The number of layers that are on no stage. This happens if sizes are given for all stages and their sum is too
     small."""
     sizes = [job.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
-    stages = job.get("pipeline_model_parallel_size", 1)
-    layers = job.get("num_layers")
+    stages, layers = job.get("pipeline_model_parallel_size", 1), job.get("num_layers")
     given = [size for size in sizes if isinstance(size, int)]
     if not isinstance(layers, int) or not given or stages > len(given):
         return 0
     return max(0, layers - (given[-1] if stages == 1 else sum(given)))
+
+
+def prediction_between_the_ends(job: Job) -> bool:
+    """Whether multi-token prediction is on a rank of the pipeline that is neither its first nor its last. A layout that
+    cannot be placed has no such stage: the section "start" names its error."""
+    if not job.get("pipeline_model_parallel_layout"):
+        return False
+    try:
+        ranks = {stage.rank for stage in stages_of(job) if stage.mtp}
+    except LayoutError:
+        return False
+    return not ranks <= {0, pipeline_size(job) - 1}
 
 
 def _framework(job: Job) -> str:
@@ -154,6 +167,7 @@ DERIVED: Mapping[str, Callable[[Job], Any]] = {
     "framework": _framework,
     "data_parallel_size": _replicas,
     "layers_without_a_stage": layers_without_a_stage,
+    "prediction_between_the_ends": prediction_between_the_ends,
 }
 """Names that a term may use in addition to Megatron's settings."""
 

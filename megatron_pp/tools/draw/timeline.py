@@ -177,8 +177,7 @@ def simulated_timeline(
     """The timeline of a simulated or recorded step. The memory of each rank is in bytes if ``shape`` is given,
     otherwise
     in microbatches."""
-    plan = simulation.plan
-    spec = simulation.plan.spec
+    plan, spec = simulation.plan, simulation.plan.spec
     lanes = []
     for rank in range(len(plan.programs)):
         lane = Lane(f"rank {rank}")

@@ -78,9 +78,7 @@ class _Recorder(PassingMode):
 
     def __init__(self, device: VirtualDevice, tensors: CudaTensors, checks: bool) -> None:
         super().__init__()
-        self.device = device
-        self.tensors = tensors
-        self.checks = checks
+        self.device, self.tensors, self.checks = device, tensors, checks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

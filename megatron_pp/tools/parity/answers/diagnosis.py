@@ -41,9 +41,7 @@ def smallest(layout: Layout, found: Comparison, compare: Compare) -> Smallest:
 
 class _FaultSearch:
     def __init__(self, layout: Layout, found: Comparison, compare: Compare) -> None:
-        self.layout = layout
-        self.comparison = found
-        self.compare = compare
+        self.layout, self.comparison, self.compare = layout, found, compare
 
     def drop_parts(self) -> None:
         """Delta debugging: removes groups of half the parts, of a quarter, and so on, until no single part can be
@@ -83,8 +81,7 @@ class _FaultSearch:
             return False
         if found.verdict != DIFFERENT:
             return False
-        self.layout = layout
-        self.comparison = found
+        self.layout, self.comparison = layout, found
         return True
 
 

@@ -41,6 +41,8 @@ MTP = {"mtp_num_layers": 1, "context_parallel_size": 2}
 PREDICTION = {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}
 SHARDED = {"use_megatron_fsdp": True, "pipeline_model_parallel_size": 2, "ckpt_format": "fsdp_dtensor", "load": "a"}
 PACKED = {"pipeline_model_parallel_size": 12, "sft": True}
+TUNED = {"pipeline_model_parallel_size": 3, "tensor_model_parallel_size": 2, "sft": True}
+BETWEEN = {"pipeline_model_parallel_size": 4, "mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et*8|t*8|m|L"}
 ENDS = {"pipeline_model_parallel_size": 2, "num_layers": 48, "decoder_first_pipeline_num_layers": 11}
 
 NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
@@ -94,6 +96,28 @@ NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "recomputed-mlp-with-bias": (AGAIN, {"recompute_modules": ["core_attn"]}, "0.19.2", ""),
     "attention-sinks-left-out-of-the-norm": (SINKS, {"clip_grad": 0.0}, "0.19.2", "0.14.0"),
     "gated-delta-net-norm-not-summed": (DELTA, {"sequence_parallel": True}, "0.19.2", "0.15.3"),
+    "graphs-of-layers-reuse-what-a-backward-reads": (
+        {"cuda_graph_impl": "local"},
+        {"cuda_graph_impl": "transformer_engine"},
+        "0.17.1",
+        "0.18.0",
+    ),
+    "graphs-of-attention-under-combined-1f1b": (
+        {
+            "cuda_graph_impl": "transformer_engine",
+            "overlap_moe_expert_parallel_comm": True,
+            "pipeline_model_parallel_size": 2,
+        },
+        {"cuda_graph_impl": "none"},
+        "0.19.2",
+        "0.18.2",
+    ),
+    "offloaded-activations-read-before-they-are-written": (
+        {"fine_grained_activation_offloading": True},
+        {"fine_grained_activation_offloading": False},
+        "0.19.2",
+        "0.15.3",
+    ),
     "sinkhorn-balances-each-rank-alone": (
         {"moe_router_load_balancing_type": ["sinkhorn"], "tensor_model_parallel_size": 2},
         {"moe_router_load_balancing_type": ["aux_loss"]},
@@ -115,6 +139,18 @@ NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "0.19.2",
         "",
     ),
+    "copy-of-the-embedding-trained-as-a-matrix": (
+        {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "optimizer": "muon"},
+        {"optimizer": "adam"},
+        "0.17.1",
+        "0.18.0",
+    ),
+    "embedding-of-a-stage-between-the-ends": (
+        BETWEEN,
+        {"pipeline_model_parallel_layout": "Et*8|t*4|t*4|mL"},
+        "0.19.2",
+        "",
+    ),
     "fsdp-checkpoint-of-another-pipeline": (SHARDED, {"load": None}, "0.19.2", ""),
     "layers-without-a-stage": (
         {**ENDS, "decoder_last_pipeline_num_layers": 13},
@@ -123,10 +159,17 @@ NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "0.16.0",
     ),
     "packed-lengths-missing-on-middle-stages": (PACKED, {"pipeline_model_parallel_size": 2}, "0.19.2", ""),
+    "packed-lengths-missing-on-middle-stages-of-megatrons-script": (
+        PACKED,
+        {"pipeline_model_parallel_size": 2},
+        "0.16.1",
+        "0.17.0",
+    ),
+    "packed-lengths-missing-on-tensor-parallel-ranks": (TUNED, {"tensor_model_parallel_size": 1}, "0.17.1", "0.18.0"),
 }
 """Fault -> settings that meet it, the change that makes a near job which does not, a release that has it, and one that
 has not ("": none is known)."""
-BRIDGE = ("packed-lengths-missing-on-middle-stages",)
+BRIDGE = ("packed-lengths-missing-on-middle-stages", "embedding-of-a-stage-between-the-ends")
 
 
 def a_job(given: Mapping[str, Any], release: str = "0.19.2", framework: str = "megatron") -> Job:
@@ -243,6 +286,16 @@ def test_what_megatron_sets_by_itself_is_known() -> None:
     values = values_of(a_job({**TWO, "overlap_p2p_comm": True}))
     assert values["batch_p2p_comm"] is False
     assert values["deallocate_pipeline_outputs"] is True
+
+
+@pytest.mark.parametrize(
+    ("layout", "between"),
+    [("Et*8|t*8|m|L", True), ("Et*8|t*4|t*4|mL", False), ("Etm|t*8|t*7|L", False), ("Et*8|t*8m|L", False), ("", False)],
+    ids=["between", "last", "first", "three stages on four ranks", "none"],
+)
+def test_multi_token_prediction_between_the_ends(layout: str, between: bool) -> None:
+    values = values_of(a_job({**BETWEEN, "pipeline_model_parallel_layout": layout}, framework="megatron-bridge"))
+    assert values["prediction_between_the_ends"] is between
 
 
 def test_local_layers_do_not_sum_the_rotary_key_under_sequence_parallelism_either() -> None:
