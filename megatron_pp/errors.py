@@ -161,7 +161,7 @@ class ParallelStateError(MegatronPPError, RuntimeError):
 
 
 class NotServedError(MegatronPPError, NotImplementedError):
-    """Under `install(strict=True)`: this step would have been handed back to Megatron's own schedule."""
+    """Under `install(strict=True)`: this step would have run on Megatron's own schedule."""
 
 
 class UnknownMegatronError(MegatronPPError, RuntimeError):

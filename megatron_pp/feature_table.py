@@ -47,7 +47,7 @@ class Row:
     step        the module whose STEP, a ``StepHooks``, takes part in a step
     ops         its instructions
     spec        its settings of a plan's spec, with their defaults
-    private     those of them in which ranks may differ
+    private     those of these settings in which ranks may differ
     written     whether files of plans have these settings also where all are the defaults
     config      its settings of the config, with their defaults
     shown       settings of a spec by the names that they have for users, where these differ
@@ -55,7 +55,7 @@ class Row:
                 the simulator makes of its instructions
     stage_times its times per stage of the model -> the instructions that take them
     other_costs its other costs, with their defaults
-    measured    those of all these that a run can measure
+    measured    those of these costs that a run can measure
     tensors     what it adds to the counts of live tensors (``plan/ir/ledger.py``)
     views       what it adds to the counts that are views on them, or of other memory
     families    schedules in the folder, name -> module, by the name of the one behind which they are listed

@@ -1,7 +1,7 @@
-"""What a room loads of a room above it, where a setting or a plan asks for it.
+"""Loads modules of a layer above by name, if a setting or a plan needs them.
 
-What stands below is imported within the function that needs it. Imports go one way, so what stands above, in the same
-room or in another, is loaded here by name; whoever loads it gives its type.
+A module of a layer below is imported within the function that needs it. Imports go one way, so a module of a layer
+above, in the same folder or in another, is loaded here by name. The caller states its type.
 """
 
 import importlib

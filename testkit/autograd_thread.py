@@ -103,7 +103,8 @@ class _Job:
                 self.done.wait()
             except BaseException as error:
                 interruption = error
-        failure, self.error = interruption or self.error, None
+        failure = interruption or self.error
+        self.error = None
         try:
             if failure is not None:
                 raise failure

@@ -33,7 +33,8 @@ class RankFailedError(MegatronPPError, RuntimeError):
 
     def __init__(self, message: str, errors: dict[int, tuple[str, str]], results: dict[int, Any]) -> None:
         super().__init__(message)
-        self.errors, self.results = errors, results
+        self.errors = errors
+        self.results = results
 
 
 def run_processes(

@@ -228,7 +228,8 @@ def run_cases(
 
 def build_reusing_allocator(folder: Path) -> Path:
     """The library of ``reusing_allocator.c``, built in ``folder`` by the C compiler."""
-    library, runtime = folder / "reusing_allocator.so", f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}"
+    library = folder / "reusing_allocator.so"
+    runtime = f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}"
     source = Path(__file__).with_name("reusing_allocator.c")
     flags = ["-shared", "-fPIC", f'-DCUDART="{runtime}"', str(source), "-o", str(library), "-ldl", "-lpthread"]
     subprocess.run(["cc", *flags], check=True, capture_output=True, text=True)

@@ -100,7 +100,8 @@ class VirtualNCCL:
             mine, other = members[self.rank], members[peer]
             ends.append(End(tensor, (mine, other, name) if is_send else (other, mine, name), is_send))
         blocks = self.options.config.max_ctas or _THREAD_BLOCKS
-        queue, priority = (name, self.device.rank), self.options.is_high_priority_stream
+        queue = (name, self.device.rank)
+        priority = self.options.is_high_priority_stream
         return self.network.post(self.device.rank, queue, ends, priority, blocks)
 
     def _connect(self, ranks: tuple[int, ...]) -> _Communicator:
@@ -375,7 +376,8 @@ def _init_process_group(
 def _new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
     """``torch.distributed.new_group``. All ranks of the job make all groups, in the same order."""
     world: Any = c10d._world
-    store, mine = world.pg_map[world.default_pg][1], world.default_pg.rank()
+    store = world.pg_map[world.default_pg][1]
+    mine = world.default_pg.rank()
     members = range(world.default_pg.size()) if ranks is None else sorted(ranks)
     if mine in members:
         return _join(members, mine, store, _Options(for_device=world.default_pg.backend.options.for_device))
@@ -386,7 +388,8 @@ def _new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) ->
 def _join(members: Sequence[int], rank: int, store: Any, options: _Options) -> VirtualGroup:
     """Join a group. ``members``: the ranks of the job that are in it."""
     world: Any = c10d._world
-    name, place = str(len(world.made)), members.index(rank)
+    name = str(len(world.made))
+    place = members.index(rank)
     group = VirtualGroup(store, place, len(members))
     backend = VirtualNCCL(dist.PrefixStore(f"group {name}", store), place, len(members), options)
     group._register_backend(torch.device("cuda"), None, backend)

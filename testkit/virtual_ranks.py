@@ -92,7 +92,8 @@ def check_ranks(
 ) -> StreamReport:
     """``check_streams`` for any code that calls ``torch.distributed``. ``rank_main(rank, size, *args)`` runs in a
     thread per rank, each the host of a virtual CUDA device, within a process group of backend "nccl"."""
-    network, store = StreamNetwork(size, seed=None, record_streams=record_streams, rules=rules), dist.HashStore()
+    network = StreamNetwork(size, seed=None, record_streams=record_streams, rules=rules)
+    store = dist.HashStore()
 
     def run(rank: int) -> Any:
         with network.running(rank), process_group(network, rank, store):

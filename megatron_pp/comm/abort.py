@@ -73,7 +73,7 @@ def _abort_gloo(group: dist.ProcessGroup) -> None:
 
 
 def _abort_nccl(groups: list[dist.ProcessGroup]) -> None:
-    """Abort all groups at once, each from a thread of its own: an abort returns when its kernels have left the GPU, and
+    """Abort all groups together, each from its own thread: an abort returns when its kernels have left the GPU, and
     may wait for kernels of another communicator (pytorch#119797). ``ncclGroupStart`` cannot combine the aborts: it
     works for calls of one thread, and ``ProcessGroupNCCL::abort`` starts a thread of its own."""
     threads = [threading.Thread(target=_abort_one, args=(group,), daemon=True) for group in groups]

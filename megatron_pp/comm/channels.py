@@ -69,8 +69,8 @@ def in_rounds(keys: Iterable[ChannelKey]) -> list[list[ChannelKey]]:
 
 
 class ChannelGroups:
-    """The one-way channels of pipeline rank ``rank``, on gloo. ``name``: of the pipeline on ``store``, which all ranks
-    share; ``members``: its global ranks; ``options``: of the pipeline group's own backend.
+    """The one-way channels of pipeline rank ``rank``, on gloo. ``name``: the pipeline's name in ``store``, which all
+    ranks share; ``members``: its global ranks; ``options``: of the pipeline group's own backend.
 
     ``timeout`` is the pipeline group's. Groups on gloo keep the one with which they are made; transfers over them are
     waited for with a timeout of their own."""
@@ -89,7 +89,7 @@ class ChannelGroups:
         return private_client(self.store)
 
     def make(self, keys: Iterable[ChannelKey], patience: timedelta) -> list[ChannelKey]:
-        """Make those of ``keys`` that this rank is an end of and that are missing; returns them. Both ends call it, and
+        """Make the missing channels of ``keys`` that this rank is an end of; returns their keys. Both ends call it, and
         wait for each other as long as ``patience``. ``keys`` must come in one order on all ranks (``in_rounds``)."""
         made = [key for key in keys if self.rank in key[:2] and key not in self.channels]
         for key in made:

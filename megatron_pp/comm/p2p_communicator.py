@@ -140,7 +140,7 @@ class P2PCommunicator(P2PCore):
         recv_next: bool,
         tensor_shape: Shape,
     ) -> tuple[Any, Any]:
-        """All four at once; returns (input tensor, output gradient)."""
+        """Both sends and both receives in one call; returns (input tensor, output gradient)."""
         sends = {"send_next": output_tensor, "send_prev": input_tensor_grad}
         operations = _operations(tensor_shape, recv_prev, recv_next, **sends)
         return self._exchange("forward-backward-send-forward-backward-recv", operations)[:2]

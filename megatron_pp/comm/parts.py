@@ -1,4 +1,4 @@
-"""Protocols, for type checkers only: what modules of this room use of modules that they cannot import."""
+"""Protocols, for type checkers only: what modules of this folder use of modules that they cannot import."""
 
 from __future__ import annotations
 

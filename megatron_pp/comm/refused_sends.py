@@ -10,7 +10,8 @@ from megatron_pp.errors import P2PTypeError
 def error_of(
     value: Any, declared: torch.dtype | None, pipeline_dtype: torch.dtype | None, device: torch.device
 ) -> P2PTypeError:
-    """Of what is no plain tensor of the ``declared`` dtype (by default ``pipeline_dtype``) on ``device``."""
+    """The error for a ``value`` that is no plain tensor of the ``declared`` dtype (by default ``pipeline_dtype``) on
+    ``device``."""
     if not isinstance(value, torch.Tensor):
         return P2PTypeError(
             f"a {type(value).__name__} cannot be sent between stages; it must be a tensor or a list of tensors"

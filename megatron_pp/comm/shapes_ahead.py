@@ -129,7 +129,7 @@ class ShapedReceive(WaitHandle):
 
 
 def _is_one(shapes: Any) -> bool:
-    """Whether ``shapes`` stands for one tensor, not a list of tensors. With variable shapes None is one, too."""
+    """Whether ``shapes`` describes one tensor, not a list of tensors. With variable shapes None does, too."""
     return shapes is None or is_single_shape(shapes)
 
 

@@ -140,7 +140,7 @@ class ModelParallelConfig:
         "dtype of the tensors between stages; required if P > 1", kinds.DTYPE, section="pipeline"
     )
     microbatch_group_size_per_vp_stage: int | None = read_by_steps(
-        "G, microbatches a chunk runs before the next chunk takes over; None: P", kinds.GROUP_SIZE
+        "G, microbatches that a chunk runs before the rank switches to its next chunk; None: P", kinds.GROUP_SIZE
     )
     variable_seq_lengths: bool = read_by_steps(
         "microbatches differ in shape; the shape is sent before each tensor", kinds.SWITCH

@@ -7,8 +7,8 @@ fail, and the guard replaces that error by one that reports the rank, the place 
 
 A rank that has finished its step before another one fails is not disturbed until it enters its next step; it has
 finished when its device has, where the host runs ahead. A failure that is found between the host's end of a step and
-its next one is logged at once and raised by that. After a failure the guard and its communicator are closed; a program
-that continues makes new ones, and new process groups.
+its next step is logged immediately, and the next step raises it. After a failure the guard and its communicator are
+closed. A program that continues makes new ones, and new process groups.
 """
 
 from __future__ import annotations

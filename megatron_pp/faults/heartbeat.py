@@ -184,7 +184,7 @@ class Heartbeat:
             self.lock.notify_all()
 
     def _publish_progress(self, here: Progress | None) -> None:
-        """A heartbeat when one is due, and at once if the rank's state changed."""
+        """Publish a heartbeat when one is due, and immediately if the rank's state has changed."""
         now, last = time.monotonic(), self._published
         here = here or self._tracker.finished()
         changed = last is None or (last.step, last.state) != (here.step, here.state)

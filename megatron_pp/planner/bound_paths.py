@@ -55,7 +55,8 @@ class StageTimes:
             rest = [min(whole[s], inputs[s] + weights[s]) - backward[s] for s in range(count)]
         if forward_only:
             whole = backward = rest = [0.0] * count
-        early, shares = [0.0] * count, costs.joined_sends
+        early = [0.0] * count
+        shares = costs.joined_sends
         out, back = list(forward), list(backward)
         if min(shares) < 1 and not forward_only:
             for stage, (rank, _) in enumerate(placement.homes):
@@ -117,7 +118,8 @@ class PathFinder:
 
     def heads(self, least: Paths | None = None) -> Paths:
         least = least or self.nothing
-        times, last = self.times, len(self.times.forward) - 1
+        times = self.times
+        last = len(self.times.forward) - 1
         found = Paths([], [])
         waits = [[wait for wait in self.waits if wait.stage == s] for s in range(last + 1)]
         for k in range(self.rounds):
@@ -154,7 +156,8 @@ class PathFinder:
     def tails(self, least: Paths | None = None) -> Paths:
         """Lower bounds on the time from each start to the end of the step, at least ``least``."""
         least = least or self.nothing
-        times, last = self.times, len(self.times.forward) - 1
+        times = self.times
+        last = len(self.times.forward) - 1
         forward: Table = [[]] * self.rounds
         backward: Table = [[]] * self.rounds
         waits = [[wait for wait in self.waits if wait.until == s] for s in range(last + 1)]

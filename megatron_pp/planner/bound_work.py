@@ -158,7 +158,8 @@ class RankWork:
     def from_start(self, heads: Paths) -> Curve:
         items, starts = list[_Item](), list[tuple[float, int]]()
         for stage in self.stages:
-            first, (kept, late) = len(items), self._kept(stage)
+            first = len(items)
+            kept, late = self._kept(stage)
             f, b, w = self._each[first : first + 3]
             items += [_Item(f, kept), _Item(b, late - kept), _Item(w, -late)]
             for forward, backward in zip(heads.forward, heads.backward, strict=True):
@@ -172,7 +173,8 @@ class RankWork:
         starts = list[tuple[float, int]]()
         times = self.times
         for stage in self.stages:
-            first, (kept, late) = len(items), self._kept(stage)
+            first = len(items)
+            kept, late = self._kept(stage)
             f, b, w = self._each[first : first + 3]
             items += [_Item(f, -kept), _Item(b + w, kept), _Item(w, late)]
             for forward, backward in zip(tails.forward, tails.backward, strict=True):
@@ -183,7 +185,8 @@ class RankWork:
     @cached_property
     def _lags(self) -> list[list[float]]:
         """The lags ``[x][y]``: the k-th operation x of this rank ends before the (k + lag)-th operation y starts."""
-        size, chunks = len(self._each), range(len(self.stages))
+        size = len(self._each)
+        chunks = range(len(self.stages))
         lags = [[math.inf] * size for _ in range(size)]
         for one in chunks:
             for kind in (_F, _B, _W):

@@ -30,7 +30,7 @@ class ComparedSchedule:
     per_microbatch        makespan / M: the cost of a fixed global batch
     peak_bytes            memory of the fullest rank; None without a model shape
     peak_in_flight        (chunk, microbatch) pairs of the fullest rank; a slice counts with its share
-    messages, sent_bytes  those of all ranks together
+    messages, sent_bytes  of all ranks together
     refused               the reason if it is refused, otherwise empty
     bound                 bound of the makespan under the memory limit; None if steps in a row are compared
     """
@@ -87,7 +87,8 @@ def _compared(
         result = simulate(plan, *conditions)
         steady = steady_step(plan, *conditions) if optimizer_bypass else None
         peaks = peak_bytes(plan, shape) if shape else ()
-        memory, over = searched_memory(plan), 0.0
+        memory = searched_memory(plan)
+        over = 0.0
         if shape is not None and memory_limit is not None:
             limits = _limits(plan.placement, spec, memory_limit, outside)
             over = max(peak - most for peak, most in zip(peaks, limits, strict=True))
@@ -197,7 +198,8 @@ def _memory(placement: Placement, shape: ModelShape, limits: Sequence[float]) ->
 @lru_cache(maxsize=128)
 def predicted(spec: PlanSpec) -> str:
     """One line with the step, the bubble, and the distance of the step from its lower bound."""
-    plan, measured = build_plan(spec), spec.measured or Measured()
+    plan = build_plan(spec)
+    measured = spec.measured or Measured()
     conditions = measured.costs(plan.placement.num_stages), measured.network()
     step = simulate(plan, *conditions)
     text = f"{spec.describe()}: predicted step {step.makespan:.4g}, bubble {step.bubble_share:.1%}"

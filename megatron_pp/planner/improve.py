@@ -64,7 +64,8 @@ class _Shop:
         self.placement = problem.placement
         self.memory = problem.memory
         self.split = split
-        costs, stages = problem.costs, problem.placement.num_stages
+        costs = problem.costs
+        stages = problem.placement.num_stages
         backward = costs.backward_input if split else costs.backward
         each = [time for s in range(stages) for time in (costs.forward[s], backward[s], costs.weight[s])]
         self.times = [time * share for time in each for share in problem.shares]
@@ -148,7 +149,8 @@ class _Shop:
                     now = max(now, arrivals[need])
                 starts[number] = now
                 now += self.times[number]
-                channel, there = self.channels[number], now
+                channel = self.channels[number]
+                there = now
                 if channel >= 0:  # a channel carries one message at a time
                     there = turn[channel] = max(now, turn[channel]) + self.transfers[number]
                 arrivals[number] = there
@@ -188,12 +190,15 @@ class _Improvement:
         whole = any(at.op == BACKWARD for order in found.orders for at in order)
         self.shop = _Shop(problem, not whole)
         kinds = {FORWARD: _F, BACKWARD: _B, INPUT_GRAD: _B, WEIGHT_GRAD: _W}
-        self.random, self.seen, self.work = Random(0), set[int](), 0
+        self.random = Random(0)
+        self.seen = set[int]()
+        self.work = 0
         self.size = sum(map(len, found.orders))
         self.rows: Rows = tuple(tuple(3 * at.chunk + kinds[at.op] for at in order) for order in found.orders)
 
     def run(self, least: float, budget: int, most: int) -> list[Scheduled]:
-        rows, timing = self.rows, self.shop.timed(self.rows)
+        rows = self.rows
+        timing = self.shop.timed(self.rows)
         if timing is None:
             return [self.found]
         best = timing.makespan
@@ -204,7 +209,8 @@ class _Improvement:
         while self.work < budget and best > least * (1 + _CLOSE):
             step = self._step(rows, timing) if idle < _IDLE else None
             if step is None:
-                step, idle = self._kicked(best_rows), 0
+                step = self._kicked(best_rows)
+                idle = 0
                 if step is None:
                     break
             rows, timing = step
@@ -314,11 +320,13 @@ class _Improvement:
     def _blocks(self, timing: _Timing) -> Iterator[tuple[int, int, int]]:
         """(rank, first and last place) of the blocks of one critical path, from its end."""
         places = {number: (rank, i) for rank, line in enumerate(timing.lines) for i, number in enumerate(line)}
-        shop, starts = self.shop, timing.starts
+        shop = self.shop
+        starts = timing.starts
         number = max(places, key=lambda n: starts[n] + shop.times[n])
         while True:
             rank, high = places[number]
-            line, low = timing.lines[rank], high
+            line = timing.lines[rank]
+            low = high
             while low and starts[line[low - 1]] + shop.times[line[low - 1]] >= starts[line[low]] - _CLOSE:
                 low -= 1
             if high > low:

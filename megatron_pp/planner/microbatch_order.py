@@ -36,7 +36,8 @@ def _first_orders(given: Sequence[float]) -> list[Order]:
 
 def _improved(order: Order, estimate: Callable[[Order], float], trials: int, is_over: Callable[[], bool]) -> Order:
     """The order after those swaps of two microbatches and moves of one that do not increase the estimate."""
-    chance, best = random.Random(0), estimate(order)
+    chance = random.Random(0)
+    best = estimate(order)
     for _ in range(trials if len(order) > 1 else 0):
         if is_over():
             break

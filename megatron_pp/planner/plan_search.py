@@ -101,7 +101,7 @@ def default_measured(placement: Placement) -> Measured:
 
 
 def peak_memory(order: Sequence[Instruction], stages: Sequence[int], memory: MemoryModel) -> float:
-    """The most activation memory that a rank holds at once."""
+    """The most activation memory that a rank holds at the same time."""
     return max(kept_timeline(order, stages, memory.forward, memory.weight), default=0.0)
 
 
@@ -263,7 +263,8 @@ class _PlanSearch:
         """The named orders with offloaded chunks, if copies were measured. They have enough slots to hide the longest
         copy behind operations of mean length.
         """
-        costs, chunks = self.costs, self.spec.num_chunks
+        costs = self.costs
+        chunks = self.spec.num_chunks
         if "offload" not in dict(self.measured.added) or not math.isfinite(max(self.memory.limits)):
             return
         mean = sum((*costs.forward, *costs.backward)) / (2 * costs.num_stages)

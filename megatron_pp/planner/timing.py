@@ -20,7 +20,8 @@ def order_time(
     """The end of the last operation if every message takes ``transfer``, in the unit of ``costs``. Raises PlanError for
     orders that cannot run.
     """
-    shares, of_mb = costs.of_parts(slices), costs.microbatches
+    shares = costs.of_parts(slices)
+    of_mb = costs.microbatches
 
     def took(op: str, stage: int, mb: int, part: int) -> float:
         return costs.of(op, stage) * shares[part] * (of_mb[mb] if of_mb else 1.0)

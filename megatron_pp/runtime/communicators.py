@@ -43,7 +43,7 @@ _LOCK = threading.Lock()
 
 def communicator_for(pp_group: Any, config: Any) -> P2PCore:
     """The communicator of ``pp_group`` for the communication fields of ``config``. The first call makes it, which on
-    NCCL is collective. Several threads may call this at once, each for its own group."""
+    NCCL is collective. Several threads may call this at the same time, each for its own group."""
     _close(lambda transport: transport.is_gone())
     with _LOCK:
         kept = KEPT.setdefault(pp_group, {})

@@ -32,7 +32,7 @@ class Host:
     followed_by          what the training loop does with other ranks between steps, in words. The fault guard watches
                          it too; "" if it does nothing
     graph_in_evaluation  whether evaluation leaves autograd as the caller has it, or builds no graph
-    keeps_calls          whether a later call may take over what this one finds; see ``kept_calls.py``
+    keeps_calls          whether a later call may reuse the results of this one; see ``kept_calls.py``
     local                whether ranks of a pipeline may each make a call without one, as for a teacher
     whole_by_choice      the user chose whole backwards: do not warn of chunks that do not split theirs"""
 

@@ -1,4 +1,4 @@
-"""What a call of a schedule function takes over from an earlier one.
+"""What a call of a schedule function reuses from an earlier one.
 
 Most calls of a program run the same step again, on another batch. What such a call has checked, chosen and looked up is
 kept with its model. A later call reads everything that may have changed, compares it with what was read then, and runs.
@@ -86,7 +86,7 @@ class Kept(NamedTuple):
 
 
 def to_keep(host: Host, step: Step) -> Kept | None:
-    """What later calls may take over of ``step``. It is read before the step runs, because hooks may change what the
+    """What later calls may reuse of ``step``. It is read before the step runs, because hooks may change what the
     next call reads. None if something has a part in each call: an observer, a feature, a converted model, times that
     were measured, a schedule file, or a function that gives shapes."""
     spec, inputs = step.spec, step.inputs

@@ -133,7 +133,7 @@ def warn_of_limits(plan: Plan, splits_as_asked: bool) -> None:
         warn_once(
             "config.device_sync is False: receives are posted ahead of operations that may wait for an idle device "
             "(the first launch of a kernel, a compilation, an allocation that gives cached blocks back), and two ranks "
-            "that wait so at once hang; leave it None unless no operation of the model ever waits"
+            "that wait so at the same time hang; leave it None unless no operation of the model ever waits"
         )
     if not splits_as_asked and family.splits_weight and spec.pipeline_size > 1:  # one rank has no bubble to fill
         warn_once(

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 def roots_and_grads(
     output: Any, output_grad: Any, grad_scale_func: Callable[[Any], Any] | None
 ) -> tuple[list[Any], list[Any]]:
-    """Those of ``output`` that need gradients, with their gradients in ``output_grad``; see
+    """The tensors of ``output`` that need gradients, and their gradients from ``output_grad``; see
     ``compute.backward_through``."""
     outputs = list(output) if isinstance(output, (list, tuple)) and not isinstance(output, GradientEdge) else [output]
     grads = list(output_grad) if isinstance(output_grad, (list, tuple)) else [output_grad] * len(outputs)

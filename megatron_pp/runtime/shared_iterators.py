@@ -59,7 +59,7 @@ class _OfChunk:
 
 
 def _kind_of(kind: type) -> type[_OfChunk]:
-    """With those of ``_OF_TYPES`` that ``kind`` has."""
+    """The class that forwards the methods of ``_OF_TYPES`` that ``kind`` has."""
     return type(_OfChunk.__name__, (_OfChunk,), {name: _forwarded(name) for name in _OF_TYPES if hasattr(kind, name)})
 
 

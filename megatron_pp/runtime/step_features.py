@@ -22,7 +22,7 @@ MODULES_OF_MODELS = [MODULES[row.step] for row in _OF_MODELS]
 
 
 def step_hooks(spec: PlanSpec) -> list[StepHooks]:
-    """Those of the features that a plan of ``spec`` has, and of those for which the program has made a layer."""
+    """The hooks of the features in a plan of ``spec``, and of features for which the program has made a layer."""
     rows = rows_in(spec, find_family(spec.schedule).barriers)
     of_models = [row for row in _OF_MODELS if row not in rows and is_loaded(MODULES[row.step])]
     return [load(row.step).STEP for row in (*rows, *of_models)]
@@ -38,7 +38,7 @@ def why_not_in_megatron(settings: StepSettings, barriers: int) -> str:
 
 
 def hooks_of(plan: Plan) -> list[StepHooks]:
-    """Those of the features that the plan has, from the innermost to the outermost."""
+    """The hooks of the plan's features, from the innermost to the outermost."""
     return [load(row.step).STEP for row in rows_in(plan.spec, plan.placement.barriers)]
 
 

@@ -9,7 +9,7 @@ freed delivers NaN (and is listed in ``violations``), and the buffer of a receiv
                        an early release shows, although the handle owns the bytes
 ``ShuffledNetwork``    completes transfers at random moments, in any order that FIFO channels allow
 
-A seed schedules the ranks (``threads.Turns``): a run repeats exactly, and a deadlock is detected at once.
+A seed schedules the ranks (``threads.Turns``): a run repeats exactly, and a deadlock is detected immediately.
 """
 
 import random

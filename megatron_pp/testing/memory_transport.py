@@ -27,7 +27,10 @@ Queue = tuple[object, ...]
 
 class MemoryWork:
     def __init__(self, network: MemoryNetwork, rank: int, queue: Queue, ends: list[End]) -> None:
-        self.network, self.rank, self.queue, self.ends = network, rank, queue, ends
+        self.network = network
+        self.rank = rank
+        self.queue = queue
+        self.ends = ends
         self.left = len(ends)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -214,7 +217,8 @@ class MemoryTransport(Transport):
     waits_together = False
 
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
-        self.network, self.rank = network, rank
+        self.network = network
+        self.rank = rank
         self.size = network.size
         self.device = torch.device("cpu")
 

@@ -56,7 +56,7 @@ def run_ranks(
 
 class Turns:
     """Schedules ``size`` threads, one for each rank. Inside ``running(rank)`` exactly one runs at any time, and a seed
-    chooses the next. So a run depends only on the seed, and a deadlock is detected at once, without a timeout.
+    chooses the next. So a run depends only on the seed, and a deadlock is detected immediately, without a timeout.
 
     ``when_stuck()`` is called when every thread waits. It returns whether it has made progress. If it has not, every
     ``wait_until`` returns although its condition does not hold."""

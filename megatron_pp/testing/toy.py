@@ -144,7 +144,7 @@ def gradients_of(stages: dict[int, Any]) -> dict[str, torch.Tensor]:
 
 
 def merged(results: Sequence[ToyResult]) -> ToyResult:
-    """One result from those of all ranks."""
+    """One result from the results of all ranks."""
     return ToyResult(
         losses=[loss for result in results for loss in result.losses],
         grads={name: grad for result in results for name, grad in result.grads.items()},

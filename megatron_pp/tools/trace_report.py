@@ -108,7 +108,8 @@ def _beside_prediction(found: Findings) -> str:
     so."""
     measured = found.measured.makespan
     predicted = found.predicted.makespan
-    excess, host = measured - predicted, _host(found)
+    excess = measured - predicted
+    host = _host(found)
     far = f"{measured / predicted:.3g} times the" if excess > predicted > 0 else _percent_off(excess, predicted)
     said = f"the step took {short(measured)} ms, {far} predicted {short(predicted)} ms"
     if excess > 0.1 * predicted and host > excess / 2:

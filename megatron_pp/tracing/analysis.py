@@ -69,7 +69,7 @@ def stage_costs(medians: Mapping[Operation, float], num_stages: int, slices: int
 class Findings:
     """One step, measured and predicted. All times in milliseconds."""
 
-    step: int  # the step that is shown: of those of one plan, the one with the median makespan
+    step: int  # the step that is shown: the one with the median makespan among the steps of one plan
     steps: int  # how many steps the measured costs are medians over
     measured: Simulation
     predicted: Simulation  # the same plan, simulated with the measured costs
@@ -121,7 +121,8 @@ def analyse(run: TracedRun, step: int | None = None) -> Findings:
 
 def _measured_costs(steps: Sequence[Simulation]) -> StageCosts:
     """Median time of each operation of each stage; of slices, times their number."""
-    plan, times = steps[0].plan, StageTimes()
+    plan = steps[0].plan
+    times = StageTimes()
     for step in steps:
         for rank in range(len(plan.programs)):
             times.add(plan.timed(rank), step.starts[rank], step.ends[rank])

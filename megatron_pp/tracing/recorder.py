@@ -59,7 +59,8 @@ class _Traced(StepObserver):
     def observers(self, step: Any, plan: Plan, size: float) -> Sequence[Observer]:
         if plan.spec.forward_only:
             return []
-        model, settings = step.inputs.chunks[0], step.settings
+        model = step.inputs.chunks[0]
+        settings = step.settings
         tracer = _TRACERS.get(model)
         if tracer is None or tracer.folder != settings.trace_dir:
             steps = chosen_steps(settings.traced_steps)
@@ -118,7 +119,8 @@ class Tracer(Keeper):
     def __init__(self, folder: str, steps: Sequence[range], transport: Transport, first_step: int = 1) -> None:
         super().__init__(transport)
         self.number = next(_NUMBERS)
-        self.folder, self.steps = folder, steps
+        self.folder = folder
+        self.steps = steps
         self.step = first_step - 1
         self.recorded = 0
         self.plans: dict[PlanSpec, int] = {}

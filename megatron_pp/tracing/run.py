@@ -97,7 +97,8 @@ def pipeline_of(traces: Sequence[RankTrace], rank: int, folder: str) -> TracedRu
     ranks = tuple(by_rank[r] for r in member.header.pipeline)
     strange = next((t for t in ranks if t.header.pipeline != member.header.pipeline), None)
     if strange is not None:
-        theirs, ours = strange.header.pipeline, member.header.pipeline
+        theirs = strange.header.pipeline
+        ours = member.header.pipeline
         raise FileFormatError(f"{strange.path}: its pipeline is {theirs}, not {ours}")
     common = set.intersection(*(set(trace.steps) for trace in ranks))
     if not common:

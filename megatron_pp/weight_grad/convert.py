@@ -178,7 +178,8 @@ def _convert(layer: nn.Module, name: str, store: WeightGradStore, fusion: bool, 
     elif from_the_library(layer):
         reason = why_not_switched(layer) if switch else _NOT_ASKED
         if not reason:
-            state.switched, what = SwitchedQueue(layer), "switched"
+            state.switched = SwitchedQueue(layer)
+            what = "switched"
     layer.__dict__[MARK] = state
     layer.__class__ = _derived(original, overrides, names)
     return Fate(name, original.__name__, weight_work(layer, name), what, reason)

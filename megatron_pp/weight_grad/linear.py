@@ -132,7 +132,8 @@ class _SplitLinear(torch.autograd.Function):
         ctx: Any, layer_input: Tensor, _: Tensor, weight: Tensor, bias: Tensor | None, layer: SplitLayer, widen: bool
     ) -> Tensor:
         flat = layer_input.dim() == 2 or layer_input.is_contiguous()
-        ctx.layer, ctx.form = layer, (weight.stride() == (weight.shape[1], 1), flat, widen)
+        ctx.layer = layer
+        ctx.form = (weight.stride() == (weight.shape[1], 1), flat, widen)
         ctx.set_materialize_grads(False)
         # The weight is saved only for an input gradient, as in autograd: otherwise it may be changed in place.
         saved = (weight, weight.detach()) if ctx.needs_input_grad[0] else (None, None)
@@ -150,7 +151,8 @@ class _SplitLinear(torch.autograd.Function):
         if torch.is_grad_enabled():
             layer.store.keep_whole(layer, "its gradient is differentiated again")
         else:  # detached: otherwise the input's graph would keep the stage's input and its gradient until W
-            layer_input, weight = layer_input.detach(), weight_data
+            layer_input = layer_input.detach()
+            weight = weight_data
         flat_input = layer_input.flatten(0, -2)
         flat_grad = grad_output.flatten(0, -2)
         grad_input = None
@@ -232,7 +234,8 @@ class SplitEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, indices: Tensor, _: Tensor, weight: Tensor, layer: SplitLayer, *options: Any) -> Tensor:
-        ctx.layer, ctx.options = layer, options
+        ctx.layer = layer
+        ctx.options = options
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(indices)
         return F.embedding(indices, weight, options[0]).data  # as above
@@ -262,7 +265,8 @@ class SplitTensorParallelLinear(torch.autograd.Function):
         ctx: Any, layer_input: Tensor, _: Tensor, weight: Tensor, bias: Tensor | None, layer: SplitLayer, *call: Any
     ) -> Tensor:
         """``call``: Megatron's allreduce_dgrad, sequence_parallel and tp_group."""
-        ctx.layer, ctx.call = layer, call
+        ctx.layer = layer
+        ctx.call = call
         ctx.save_for_backward(layer_input, weight)
         sequence_parallel, group = call[1:]
         whole = Gathering(layer_input, group).wait() if sequence_parallel else layer_input

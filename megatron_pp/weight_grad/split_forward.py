@@ -51,7 +51,8 @@ class _Product(torch.autograd.Function):
         """``leaf``: the weight's leaf; ``call``: the library's product, the weight's shape for it, batch_sizes,
         trans_b."""
         gmm, shape, batch_sizes, trans_b = call
-        ctx.layer, ctx.call = layer, call
+        ctx.layer = layer
+        ctx.call = call
         ctx.save_for_backward(a, leaf)
         return gmm(a, leaf.view(shape), batch_sizes, trans_a=False, trans_b=trans_b)
 
@@ -60,7 +61,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         a, leaf = ctx.saved_tensors
         gmm, shape, batch_sizes, trans_b = ctx.call
-        grad_output, grad_input = grad_output.contiguous(), None
+        grad_output = grad_output.contiguous()
+        grad_input = None
         if ctx.needs_input_grad[0]:
             grad_input = gmm(grad_output, leaf.view(shape), batch_sizes, trans_a=False, trans_b=not trans_b)
         deferred = DeferredProduct(ctx.layer, a.detach(), grad_output, gmm, batch_sizes, trans_b)

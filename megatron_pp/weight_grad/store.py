@@ -226,7 +226,8 @@ class WeightGradStore:
 
     def leave(self, deferred: Deferred) -> None:
         """Queue ``deferred``. Called by a layer's backward if ``running()`` puts its gradients off."""
-        current, parameters = self._current, deferred.parameters
+        current = self._current
+        parameters = deferred.parameters
         assert current is not None
         current.left.update(map(id, parameters))
         self._queues[current.key].append(Waiting(current.task, deferred, versions(deferred), frozen(parameters)))
@@ -234,7 +235,8 @@ class WeightGradStore:
     def arrive(self, parameter: Tensor, leaf: Tensor) -> None:
         """Called when autograd has finished a leaf's gradient. The leaf has none if layers queued the gradient, or
         added it to ``main_grad`` themselves."""
-        current, grad = self._current, take_gradient(leaf)
+        current = self._current
+        grad = take_gradient(leaf)
         run = None if current is None else current.switched.get(id(parameter))
         if run is not None and grad is not None and run.takes(parameter, grad):
             return

@@ -148,7 +148,8 @@ class DelayedRun:
         hooks took it."""
         if not self._entries:
             return iter(self._grads.items())
-        grads, sums = self._grads, dict[Tensor, Tensor]()
+        grads = self._grads
+        sums = dict[Tensor, Tensor]()
         fused = bool(self.layer.fuse_wgrad_accumulation)
         backward_dw = self._backward_dw()
         left = self._queued() - self._entries

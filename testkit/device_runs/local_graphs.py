@@ -51,8 +51,11 @@ class _Runner:
     """The graphs of one layer for one microbatch."""
 
     def __init__(self, layer: ToyBlock, graphs: LocalGraphs, x: torch.Tensor) -> None:
-        self.layer, self.graphs, self.needs_grad = layer, graphs, x.requires_grad
-        self.shape, self.parameters = x.shape, list(layer.parameters())
+        self.layer = layer
+        self.graphs = graphs
+        self.needs_grad = x.requires_grad
+        self.shape = x.shape
+        self.parameters = list(layer.parameters())
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
 
     def _inputs(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -157,8 +160,10 @@ def steps_with_graphs(size: int, num_chunks: int, steps: Sequence[Step], **field
 
     def rank_main(communicator: P2PCommunicator) -> list[ToyResult]:
         config = toy_config(**fields)
-        rank, placement = communicator.rank, placement_of(config, size, num_chunks)
-        chunks, graphs = toy_chunks(placement, rank, config, LocalGraphBlock), LocalGraphs()
+        rank = communicator.rank
+        placement = placement_of(config, size, num_chunks)
+        chunks = toy_chunks(placement, rank, config, LocalGraphBlock)
+        graphs = LocalGraphs()
         results = []
         for chunk in chunks:
             chunk.inner.graphs = graphs

@@ -79,7 +79,8 @@ class TracedNetwork(StreamNetwork):
         return [(rank, step) for rank, step, past in self.updates if self._is_after(tainted, rank, past)]
 
     def _tainted(self) -> set[StreamWork]:
-        found, before = set(self._cut), -1
+        found = set(self._cut)
+        before = -1
         while len(found) > before:
             before = len(found)
             for work in self._past.keys() - found:
@@ -151,11 +152,16 @@ class Replica:
         self, network: TracedNetwork, rank: int, size: int, chunks: int, distributed: bool, outside: bool
     ) -> None:
         everyone = range(REPLICAS * size)
-        self.network, self.rank, self.distributed, self.outside = network, rank, distributed, outside
+        self.network = network
+        self.rank = rank
+        self.distributed = distributed
+        self.outside = outside
         pipelines = [dist.new_group(list(everyone[at : at + size])) for at in everyone[::size]]
         replicas = [dist.new_group(list(everyone[at::size])) for at in range(size)]
-        self.pipeline, self.replicas = pipelines[rank // size], replicas[rank % size]
-        self.microbatches, self.number = 2 * size, 0
+        self.pipeline = pipelines[rank // size]
+        self.replicas = replicas[rank % size]
+        self.microbatches = 2 * size
+        self.number = 0
         self.fault: Fault | None = None
         self.config = toy_config(
             overlap_p2p_comm=True,
@@ -271,7 +277,8 @@ class Job:
     def run(self) -> TracedNetwork:
         """Run the job under the real guard. Call it within ``virtual_cuda`` and ``virtual_distributed``."""
         ranks = self.size * REPLICAS
-        self.network, self.store = TracedNetwork(ranks), dist.HashStore()
+        self.network = TracedNetwork(ranks)
+        self.store = dist.HashStore()
         self.together = threading.Barrier(ranks)
         run_ranks(ranks, self._rank_main, self.network.abort)
         return self.network

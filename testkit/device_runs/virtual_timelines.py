@@ -50,7 +50,8 @@ class PairsBy:
     """Makes engines whose pairs ``function`` runs."""
 
     def __init__(self, function: OverlappedForwardBackward, executor: Callable[..., PlanExecutor]) -> None:
-        self.function, self.executor = function, executor
+        self.function = function
+        self.executor = executor
 
     def __call__(self, *args: Any, **more: Any) -> PlanExecutor:
         for feature in more["features"]:
@@ -152,20 +153,23 @@ def timed_step(
 ) -> TimedStep:
     """Run a step of ``spec``'s plan by ``executor``, with pairs by ``pairs``. ``more``: options of ``plan_on_streams``.
     Kernels are loaded, because a plan's times are those of later steps."""
-    log, plan = CallLog(), build_plan(spec)
+    log = CallLog()
+    plan = build_plan(spec)
     report = plan_on_streams(spec, PairsBy(pairs, executor), log=log, rules=LATER_STEPS, **more)
     return _timed(plan, report, log, 2 * 1 * HIDDEN)
 
 
 def timed_output_layer(case: Case) -> TimedStep:
     """Run a step with a split output layer over the transport for NCCL."""
-    log, plan = CallLog(), build_plan(for_nccl(PlanSpec(case.schedule, case.size, 1, case.microbatches)))
+    log = CallLog()
+    plan = build_plan(for_nccl(PlanSpec(case.schedule, case.size, 1, case.microbatches)))
     report = step_on_nccl(case, log, overlap_p2p_comm=True, warm_up_p2p=False)[0]
     return _timed(plan, report, log, SEQ * BATCH * HIDDEN)
 
 
 def _timed(plan: Plan, report: StreamReport, log: CallLog, numbers: int) -> TimedStep:
     """The timed step. ``numbers``: float64 elements of an activation."""
-    costs, network = costs_of(plan.placement.num_stages), network_of(8.0 * numbers)
+    costs = costs_of(plan.placement.num_stages)
+    network = network_of(8.0 * numbers)
     lines = timelines(log.records, durations_of(plan, costs, beside=True), network)
     return TimedStep(plan, report, lines, simulate(plan, costs, network))

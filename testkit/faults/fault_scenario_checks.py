@@ -170,6 +170,7 @@ def _partner(plan: Plan, rank: int, at: str) -> tuple[int, Instruction] | None:
     waits = next(one for one in plan.programs[rank] if str(one) == at)
     if waits.op not in _PARTNER:
         return None
-    op, message = _PARTNER[waits.op], message_of(waits)
+    op = _PARTNER[waits.op]
+    message = message_of(waits)
     theirs = (one for one in plan.programs[waits.peer] if one.op == op)
     return waits.peer, next(one for one in theirs if message_of(one) == message)

@@ -31,7 +31,8 @@ DEVICES = [(), (ONE_QUEUE,), ON_NCCL, (*ON_NCCL, DEVICE_SYNC), (*ON_NCCL, STATIC
 def drawn_spec(schedule: str, rng: random.Random, **fixed: Any) -> PlanSpec:
     """A random spec with up to 4 ranks, 3 chunks and 14 microbatches. ``fixed`` sets fields."""
     family = SCHEDULES[schedule]
-    size, chunks = rng.choice((1, 2, 3, 4)), family.chunks or rng.choice((1, 2, 3))
+    size = rng.choice((1, 2, 3, 4))
+    chunks = family.chunks or rng.choice((1, 2, 3))
     drawn: dict[str, Any] = {
         "pipeline_size": size,
         "num_chunks": chunks,

@@ -31,7 +31,9 @@ class Operation:
     over."""
 
     def __init__(self, rank: int, members: list[Json], communicator: Key) -> None:
-        self.rank, self.members, self.communicator = rank, members, communicator
+        self.rank = rank
+        self.members = members
+        self.communicator = communicator
         self.open = len(members)
 
 
@@ -64,7 +66,8 @@ class Judge:
 
     def _advance(self, rank: int) -> bool:
         """Advance the queue of ``rank``. Returns whether a command has left it."""
-        queue, before = self.programs[rank], len(self.programs[rank])
+        queue = self.programs[rank]
+        before = len(self.programs[rank])
         while queue and self._leaves(rank, queue[0]):
             queue.popleft()
         return len(queue) < before

@@ -162,7 +162,8 @@ class Judge:
             self.faults.append(f"rank {rank} has two things at {start}")
         insort(starts, start)
         self.live[rank, start] = stop, record["stream"]
-        host, stream = self.host_of[rank], record["stream"]
+        host = self.host_of[rank]
+        stream = record["stream"]
         for place, end, words, before in self.given_back.pop(stream, ()):
             node = self._node(self.last.get(host), self.last.get(stream), *before)
             self.uses[place].append(Access(place[1], end, True, node, node, words, gives_back=True))

@@ -60,7 +60,8 @@ class Run(lab.Run):
     def schedule(self, step: int, forward_only: bool, evaluation: bool = False) -> list[Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        case, data = self.case, self.data(step)
+        case = self.case
+        data = self.data(step)
         iterators = [iter(data) for _ in self.chunks]
         return get_forward_backward_func()(
             forward_step_func=lambda *args, **more: forward_step(case.model.per_token_loss, *args, **more),

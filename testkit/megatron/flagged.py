@@ -85,7 +85,8 @@ def _layers_of_experts(text: str) -> int | list[int]:
 def build_flagged(case: Case, config: TransformerConfig, **place: Any) -> torch.nn.Module:
     """A model chunk. ``place`` has ``pre_process``, ``post_process`` and ``vp_stage``."""
     given = read_words(case.model.flags).given
-    norm, vp_stage = config.normalization, place["vp_stage"]
+    norm = config.normalization
+    vp_stage = place["vp_stage"]
     if config.num_moe_experts:
         spec: Any = get_gpt_decoder_block_spec(config, False, normalization=norm, vp_stage=vp_stage)
     else:

@@ -166,7 +166,8 @@ def build_chunks(case: Case, config: TransformerConfig) -> list[torch.nn.Module]
 
 
 def build_chunk(case: Case, config: TransformerConfig, vp_stage: int | None) -> torch.nn.Module:
-    model, virtual = case.model, {"ignore_virtual": False, "vp_stage": vp_stage}
+    model = case.model
+    virtual = {"ignore_virtual": False, "vp_stage": vp_stage}
     place: dict[str, Any] = {
         "pre_process": parallel_state.is_pipeline_first_stage(**virtual),
         "post_process": parallel_state.is_pipeline_last_stage(**virtual),
@@ -195,7 +196,8 @@ def global_names(chunk: torch.nn.Module, tied: bool) -> Iterator[tuple[str, torc
     """(name in the whole model, parameter) of one chunk. Tied embeddings have one name, also on the last stage, unless
     that stage has its own copy of the embedding to predict further tokens.
     """
-    model, place = unwrapped(chunk), Place.here()
+    model = unwrapped(chunk)
+    place = Place.here()
     modules = dict(model.named_modules())
     for path, parameter in model.named_parameters():
         name = global_name(path, modules, place)

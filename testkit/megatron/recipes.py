@@ -49,7 +49,9 @@ def small_recipe(words: Sequence[str], sizes: Sequence[str], ranks: int) -> Smal
 
 
 def _case(layout: Layout) -> Case:
-    flags, dp, tp = layout.flags, layout.size("DP"), layout.size("TP")
+    flags = layout.flags
+    dp = layout.size("DP")
+    tp = layout.size("TP")
     padded = flags.number("--make-vocab-size-divisible-by", 128) * tp
     chunks = layout.size("VPP")
     batch = flags.number("--micro-batch-size", 1)

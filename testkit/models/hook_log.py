@@ -84,7 +84,8 @@ class _LoggedBlock(torch.nn.Module):
 class _LogBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, log: HookLog, line: str) -> torch.Tensor:
-        ctx.log, ctx.line = log, line
+        ctx.log = log
+        ctx.line = line
         return x.clone()
 
     @staticmethod

@@ -61,7 +61,8 @@ class WaitsOnPreviousMicrobatch(PlanExecutor):
 
     def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
         if at.op == ins.FREE_F:
-            previous, self.kept[at.stage] = self.kept.get(at.stage), handle
+            previous = self.kept.get(at.stage)
+            self.kept[at.stage] = handle
             handle = previous or _Done()
         super()._wait_then_free(handle, at)
 

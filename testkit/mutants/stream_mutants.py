@@ -75,7 +75,8 @@ class DropsNamedWhenPosted(PlanExecutor):
         super().post(at, request)
         (skips,) = (one for one in self.features if isinstance(one, SkipRunner))
         if at.op == ins.SEND_F:
-            sent, held = skips.request(at)[0], skips.held
+            sent = skips.request(at)[0]
+            held = skips.held
             (key,) = (key for key, tensor in held.items() if tensor is sent)
             held[key] = sent.detach().clone().requires_grad_(sent.requires_grad)
 

@@ -75,7 +75,8 @@ class NodeStreams:
         is_on_host: Callable[[torch.Tensor], bool],
     ) -> None:
         self._current = default
-        self._record, self._is_on_host = record, is_on_host
+        self._record = record
+        self._is_on_host = is_on_host
         self._tasks: list[_Task] = []
 
     def current(self) -> Lane:
@@ -147,7 +148,8 @@ class NodeStreams:
 
     def _enter(self, task: _Task, node: Any) -> None:
         self._sum_up(task)
-        task.node, task.has_begun = node, True
+        task.node = node
+        task.has_begun = True
         self._current = task.lanes[node]
         for event in task.ready.pop(node, {}).values():
             if event is not None:
@@ -168,7 +170,8 @@ class NodeStreams:
         """``grad``, from ``stream``, is for ``to``."""
         if grad is None or self._is_on_host(grad):
             return
-        target, ready = task.lanes[to], task.ready.setdefault(to, {})
+        target = task.lanes[to]
+        ready = task.ready.setdefault(to, {})
         event = None
         if target is not stream:
             self._record(grad, target)

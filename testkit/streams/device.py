@@ -105,7 +105,9 @@ class VirtualDevice:
     """The device of ``rank``, on ``network``; ``process`` has its index."""
 
     def __init__(self, rank: int, network: Network, queues: HardwareQueues) -> None:
-        self.rank, self.network, self.log = rank, network, network.log
+        self.rank = rank
+        self.network = network
+        self.log = network.log
         self.process = HostProcess(rank % network.num_devices, network.rules.queries_block, network.rules.context_lock)
         self.host = Host(next(network.timelines), rank, network.log)
         self.host.before_command = queues.issue
@@ -137,7 +139,8 @@ class VirtualDevice:
 
     def pooled_stream(self, high_priority: bool = False) -> Lane:
         """The next of torch's pooled streams. NCCL's communicators also get their streams here."""
-        at, pool = next(self._turns[high_priority]) % _POOLED, self._pools[high_priority]
+        at = next(self._turns[high_priority]) % _POOLED
+        pool = self._pools[high_priority]
         if at == len(pool):
             name = f"{'high-priority ' if high_priority else ''}stream {at + 1}"
             pool.append(Lane(next(self.network.timelines), name, self.host))
@@ -247,7 +250,8 @@ class VirtualDevice:
             return
         storage = tensor.untyped_storage()
         block = self.block_of(storage)
-        size, first = tensor.element_size(), int(tensor.storage_offset())
+        size = tensor.element_size()
+        first = int(tensor.storage_offset())
         if not tensor.is_contiguous():
             count = 1 + sum(int((n - 1) * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         owner = self._given_back.get(storage._cdata, block.owner) if self._given_back else block.owner

@@ -73,7 +73,8 @@ class HostProcess:
     @contextmanager
     def main_thread(self) -> Iterator[None]:
         """A context in which this thread is the process's main thread, and has chosen its device."""
-        _here.process, _here.chosen = self, self.index
+        _here.process = self
+        _here.chosen = self.index
         try:
             yield
         finally:

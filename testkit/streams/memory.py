@@ -91,7 +91,10 @@ class Block:
     """Memory of ``nbytes`` that was allocated on stream ``home``."""
 
     def __init__(self, number: int, nbytes: int, home: Timeline, pool: "CachingAllocator | None" = None) -> None:
-        self.number, self.nbytes, self.home, self.pool = number, nbytes, home, pool
+        self.number = number
+        self.nbytes = nbytes
+        self.home = home
+        self.pool = pool
         self.owner = 0
         self.content: Access | None = None  # for memory of graphs: the last write
         self.freed: Access | None = None  # the last time
@@ -196,7 +199,8 @@ class CachingAllocator:
     def allocate(self, nbytes: int, stream: Timeline, clock: Callable[[], Clock]) -> Block:
         """A block for ``nbytes`` on ``stream``. ``clock()``: the clock of the stream's next step."""
         self._process_returning()
-        size, pool = _rounded(nbytes), self._pools[stream]
+        size = _rounded(nbytes)
+        pool = self._pools[stream]
         fitting = [block for block in pool if block.nbytes >= size]
         if not fitting:
             self._made += 1

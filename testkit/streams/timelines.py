@@ -26,7 +26,8 @@ class Timeline:
     """``number`` is unique among all ranks; ``name`` is for reports."""
 
     def __init__(self, number: int, name: str) -> None:
-        self.number, self.name = number, name
+        self.number = number
+        self.name = name
         self.clock: Clock = {number: 0}
 
     def advance(self) -> None:
@@ -47,7 +48,8 @@ class Host(Timeline):
 
     def __init__(self, number: int, rank: int, log: CallLog) -> None:
         super().__init__(number, "host")
-        self.rank, self.log = rank, log
+        self.rank = rank
+        self.log = log
         self.before_command: Callable[[Lane], None] = lambda lane: None  # steps that it issues to a stream
         log.stream(rank, number, self.name, host=True)
 

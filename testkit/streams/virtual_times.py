@@ -113,7 +113,9 @@ class _Graph:
 
     def _played(self, times: list[float], network: Network) -> tuple[list[float], list[float]]:
         """The start and the end of each node."""
-        ready, ends, left = [0.0] * len(times), [0.0] * len(times), list(self.before)
+        ready = [0.0] * len(times)
+        ends = [0.0] * len(times)
+        left = list(self.before)
         free: defaultdict[tuple[int, int], float] = defaultdict(float)  # by link
         # At equal times, the one that came first.
         agenda = [(0.0, node, node) for node, count in enumerate(left) if not count]
@@ -177,7 +179,8 @@ class _Graph:
 
     def _launch(self, record: Mapping[str, Any]) -> None:
         stream = record["stream"]
-        rank, node = self.rank_of[stream], self._issue(stream)
+        rank = self.rank_of[stream]
+        node = self._issue(stream)
         if stream == self.host_of[rank] or not (record["reads"] or record["writes"]):
             return
         self.launched[node] = stream, record["what"]

@@ -46,7 +46,8 @@ def on_one_core() -> Iterator[None]:
         yield
         return
     before = os.sched_getaffinity(0)
-    cores, number = sorted(before), os.environ.get("PYTEST_XDIST_WORKER", f"gw{os.getpid()}").removeprefix("gw")
+    cores = sorted(before)
+    number = os.environ.get("PYTEST_XDIST_WORKER", f"gw{os.getpid()}").removeprefix("gw")
     os.sched_setaffinity(0, {cores[int(number) % len(cores)]})
     try:
         yield

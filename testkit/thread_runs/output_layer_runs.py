@@ -108,7 +108,8 @@ def step_on_nccl(
     case: Case, log: CallLog | None = None, **more: Any
 ) -> tuple[StreamReport, list[list[Any]], list[Stage]]:
     """``step`` over the transport for NCCL, on virtual devices."""
-    network, store = StreamNetwork(case.size, seed=None, log=log), dist.HashStore()
+    network = StreamNetwork(case.size, seed=None, log=log)
+    store = dist.HashStore()
     with virtual_cuda(), virtual_distributed():
         reports, stages = step(case, network, group_of=lambda rank: process_group(network, rank, store), **more)
     return StreamReport.of(network, []), reports, stages

@@ -48,7 +48,8 @@ def drawn(seed: int) -> Drawn:
     """A random step of up to 12 microbatches. It has sequences of 1 token, and sequences that need all context-parallel
     ranks."""
     chance = random.Random(seed)
-    pipelines, num_chunks = chance.choice([1, 1, 2]), chance.choice([1, 2])
+    pipelines = chance.choice([1, 1, 2])
+    num_chunks = chance.choice([1, 2])
     rules = PackingRules(pipelines, chance.randint(4, 12), chance.choice([0.0, 0.1, 1.0]))
     most = pipelines * rules.rank_tokens
     lengths = [min(most, 1 + int(chance.expovariate(2 / rules.rank_tokens))) for _ in range(chance.randint(1, 12))]
@@ -104,7 +105,8 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, share: Share, key: Any) -> torch.Tensor:
-        ctx.share, ctx.key = share, key
+        ctx.share = share
+        ctx.key = key
         return _met(x, share, (*key, "F"))
 
     @staticmethod

@@ -79,7 +79,8 @@ class _ExactStage(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         rolled, sign = ctx.saved_tensors
-        block, for_input = ctx.block, (grad * sign).roll(-1, -1)
+        block = ctx.block
+        for_input = (grad * sign).roll(-1, -1)
         for_sign, for_shift = (rolled * grad).sum((0, 1)), grad.sum((0, 1))
         later = None if block.weights is None else block.weights.collecting
         if later is None:
@@ -202,7 +203,8 @@ class _RankRun:
         self.left: list[str] = []
 
     def execute(self, executor: Callable[..., PlanExecutor], core: P2PCore) -> None:
-        placement, data = self.plan.placement, self.data
+        placement = self.plan.placement
+        data = self.data
         options = StepOptions(
             num_microbatches=data.num_microbatches,
             is_last_stage=[placement.is_last_stage(self.rank, c) for c in range(placement.num_chunks)],
@@ -214,7 +216,8 @@ class _RankRun:
         settings = StepSettings.from_config(self.config)
         steps = kind(toy_forward_step, iterators, self.chunks, settings, options)
         shape = None if data.variable else (data.seq_length // slices, data.micro_batch_size, data.hidden)
-        weights, shapes = DeferredWeights(), [Shapes(shape, shape)] * slices
+        weights = DeferredWeights()
+        shapes = [Shapes(shape, shape)] * slices
         lengths = (data.seq_length // slices,) * slices if slices > 1 else ()
         for chunk in self.chunks:
             chunk.inner.weights = weights
@@ -246,7 +249,8 @@ class _RankRun:
 
     def outcome(self) -> PlanRun:
         stages = dict(zip(self.plan.placement.stages[self.rank], self.chunks, strict=True))
-        losses, slices = [float(r["loss"]) for r in self.reports], self.plan.spec.num_parts
+        losses = [float(r["loss"]) for r in self.reports]
+        slices = self.plan.spec.num_parts
         means = [sum(losses[k : k + slices]) / slices for k in range(0, len(losses), slices)]
         result = ToyResult(means, gradients_of(stages))
         return PlanRun(result, [*self.left, *self.watch.complaints()])

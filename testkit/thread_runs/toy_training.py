@@ -27,7 +27,8 @@ def train_toy(
     """
 
     def train(rank: Rank) -> ToyResult:
-        chunks, reports = rank.model(block), []
+        chunks = rank.model(block)
+        reports = []
         if split:
             split_weight_grad(chunks)
         for step in range(1, steps + 1):

@@ -59,14 +59,14 @@ def _whole(one: Printed) -> bool:
 
 SHELL = sorted({one.page for one in ALL if one.language == "shell" and runs_here(one)})
 LONG = ["README.md", "docs/cli.md", "docs/measuring.md", "docs/quick_start.md"]
-"""Pages whose commands take seconds: a run draws some of them."""
+"""Pages whose commands take seconds: a run draws one of them."""
 PYTHON = [one for one in ALL if one.language == "python" and runs_here(one)]
 UNDER_MEGATRON = [
     one for one in ALL if one.language == "python" and NEEDS_MEGATRON.search(one.text) and by_test(one) is None
 ]
 
 
-@pytest.mark.parametrize("page", [*(page for page in SHELL if page not in LONG), *drawn(LONG, 2)])
+@pytest.mark.parametrize("page", [*(page for page in SHELL if page not in LONG), *drawn(LONG, 1)])
 def test_the_commands_of_a_page_run_one_after_the_other_in_an_empty_folder(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,9 +121,9 @@ class ChannelThreads:
         self._calls: SimpleQueue[None] = SimpleQueue()  # an entry wakes the waiting thread, which then looks again
 
     def follow(self, channel: Hashable, work: Any, ahead: bool = True) -> Transfer:
-        """A posted transfer of ``channel``. Its thread waits for it at once, or with ``ahead=False`` when the rank does
-        so for it or a later one: small messages are done when they are posted, and waking a thread for each costs more
-        than it saves."""
+        """A posted transfer of ``channel``. Its thread waits for it immediately, or with ``ahead=False`` when the rank
+        waits for it or a later one: small messages are done when they are posted, and waking a thread for each costs
+        more than it saves."""
         later = self._later.setdefault(channel, [])
         transfer = Transfer(self, self._queue_of(channel), work, later=later)
         later.append(transfer)

@@ -138,7 +138,7 @@ class NcclTransport(GroupTransport):
 
 
 class NcclChannels(ChannelGroups):
-    """Channels of tensors are on NCCL, with the options of the pipeline group; those of shapes on gloo."""
+    """Channels of tensors use NCCL, with the options of the pipeline group. Channels of shapes use gloo."""
 
     def __init__(self, *of_pipeline: Any, max_ctas: int | None) -> None:
         super().__init__(*of_pipeline)

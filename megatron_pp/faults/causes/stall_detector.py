@@ -22,7 +22,7 @@ _STORE_PATIENCE = 3.0
 _CONNECTING = 20.0
 _SILENCE_AFTER_FAILURE = 4.0
 _FRESH = 10.0
-_QUIET = 2.0  # time without a heartbeat, after which the kernel is asked about the process
+_QUIET = 2.0  # time without a heartbeat, after which the rank looks up the process in /proc
 _LOOKS_APART = 5.0  # if two looks are further apart, this rank was itself stopped
 _READS_TO_BE_SURE = 3  # a rank is silent after so many reads of one heartbeat: this rank may itself have been stopped
 

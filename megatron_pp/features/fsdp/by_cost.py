@@ -81,7 +81,8 @@ def placed_by_cost(plan: Plan, spec: PlanSpec) -> tuple[Line, ...]:
 
 
 def _clocks(plan: Plan, costs: StageCosts, network: Network) -> list[_CollectiveTimes]:
-    result, clocks = simulate(plan, costs, network), []
+    result = simulate(plan, costs, network)
+    clocks = []
     for rank, stages in enumerate(plan.placement.stages):
         starts, ended = [], [0.0]
         events = iter([event for event in result.events(rank) if event.instruction.op in ins.SINGLE_COMPUTE_OPS])

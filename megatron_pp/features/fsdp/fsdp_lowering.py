@@ -152,7 +152,8 @@ def uses_of(program: Line) -> Uses:
 
 
 def preset(plan: Plan, spec: PlanSpec, rank: int) -> ShardLayout:
-    program, kind = plan.programs[rank], spec.fsdp_collectives
+    program = plan.programs[rank]
+    kind = spec.fsdp_collectives
     uses = uses_of(program)
     stays = posted_ahead(_stretches(uses, kind), spec.fsdp_max_active_stages or spec.num_chunks)
     return ShardLayout(stays, reductions(program, kind in fsdp.REDUCES_EACH), {})

@@ -61,7 +61,7 @@ def check_fsdp(spec: PlanSpec, inputs: StepInputs, settings: StepSettings) -> No
             "offloading (offload_chunks), which would take whole parameters for activations",
         ),
         (settings.cuda_graph_impl in LAYER_GRAPHS, "CUDA graphs of layers, whose parameters stay where they are"),
-        (settings.microbatch_costs is not None, "microbatch_costs, by which replicas may come to different plans"),
+        (settings.microbatch_costs is not None, "microbatch_costs, with which replicas may choose different plans"),
     ):
         if asked:
             raise ScheduleInputError(f"config.fsdp_collectives does not go with {what}; leave one of them out")

@@ -60,7 +60,8 @@ _MEASURINGS: ObjectTable[Measuring] = ObjectTable()
 def step_observer(step: Any) -> Measuring | None:
     """The observer that measures the steps of a step's model; None if nothing is left to measure. Raises
     ScheduleInputError if the file cannot be written."""
-    model, settings = step.inputs.chunks[0], step.settings
+    model = step.inputs.chunks[0]
+    settings = step.settings
     if step.inputs.forward_only:
         return None
     found = _MEASURINGS.get(model)
@@ -91,7 +92,8 @@ class TimeKeeper(Keeper):
 
     def keep(self, plan: Plan, record: StepRecord) -> None:
         """Keep the times of a step. A slice of a sequence counts as its share of the whole."""
-        scale, counting = 1e-9 * plan.spec.num_parts, self.counting
+        scale = 1e-9 * plan.spec.num_parts
+        counting = self.counting
         starts, ends = ([scale * time for time in times] for times in (record.starts, record.ends))
         disturbed = None if counting is None else counting.hooked
         self.times.add(plan.timed(self.rank), starts, ends, disturbed)
@@ -101,7 +103,8 @@ class TimeKeeper(Keeper):
         """The median costs of every stage, and whether all of them split their backward. Collective over the pipeline,
         between two steps."""
         self.resolve_pending()
-        medians, stages = self.times.medians(), placement.stages[self.transport.rank]
+        medians = self.times.medians()
+        stages = placement.stages[self.transport.rank]
         mine = {stage: [medians.get((op, stage), _NOT_MEASURED) for op in TIMED] for stage in stages}
         rows = gather_by_stage(self.transport, placement, mine)
         known = {
@@ -184,7 +187,8 @@ class Measuring(StepObserver):
         self.progress.measured += 1
         if self.progress.measured < self.progress.steps:
             return
-        transport, placement = self.keeper.transport, plan.placement
+        transport = self.keeper.transport
+        placement = plan.placement
         costs, split = self.keeper.gathered(placement)
         counts = (self.counted.forward, self.counted.weight, self.counted.received)
         mine = {
@@ -240,7 +244,8 @@ def _run_of(step: Any, steps: int, device: str, split: bool) -> MeasuredStep:
 def network_times(transport: Transport, placement: Placement, message: float) -> TransferTimes:
     """Seconds of transfers of sizes around ``message`` bytes, on all links of the pipeline. Collective over it, between
     two steps."""
-    edges, sizes = placement.rank_edges, sizes_around(message)
+    edges = placement.rank_edges
+    sizes = sizes_around(message)
     mine = measure_links(transport, edges, sizes)
     numbers = [time for edge in edges for time in mine.get(edge, [_NOT_MEASURED] * len(sizes))]
     of_ranks = gather_numbers(transport, numbers)

@@ -25,8 +25,8 @@ _MOST_PENDING = 8  # steps on a GPU; a host that is further ahead drops the olde
 
 
 class StepMetrics(NamedTuple):
-    """Of one rank, in seconds: from its first instruction to the end of its last one; of that compute, and waits for
-    other ranks or for copies that held it up."""
+    """Times of one rank, in seconds: from its first instruction to the end of its last one, the compute in that time,
+    and the waits for other ranks or for copies."""
 
     pipeline: float
     compute: float
@@ -48,7 +48,7 @@ _METERS: ObjectTable[Meter] = ObjectTable()
 
 
 def step_observer(step: Any) -> StepObserver | None:
-    """What measures ``step``; None for an evaluation, and where nobody takes the numbers."""
+    """The observer that measures ``step``; None for an evaluation, and if nothing uses the numbers."""
     if step.inputs.forward_only:
         return None
     asked = step.settings.metrics
@@ -64,7 +64,7 @@ def step_observer(step: Any) -> StepObserver | None:
 
 
 def metrics_of(program: Sequence[Instruction], starts: Sequence[float], ends: Sequence[float]) -> StepMetrics:
-    """Of a rank's program (``Plan.timed``) and when, in seconds, each instruction began and ended."""
+    """The metrics of a rank's program (``Plan.timed``), from the seconds at which each instruction began and ended."""
     compute = waits = 0.0
     for at, start, end in zip(program, starts, ends, strict=True):
         if at.op in COMPUTE_OPS:
@@ -76,8 +76,8 @@ def metrics_of(program: Sequence[Instruction], starts: Sequence[float], ends: Se
 
 @dataclass
 class Meter(StepObserver):
-    """Of one model: its steps are counted where the program has no numbers for them. ``sink``: of the step that
-    begins."""
+    """Measures the steps of one model, and counts them if the program has no numbers for them. ``sink``: the sink of
+    the step that begins."""
 
     sink: Sink | None = None
     step: int = 0

@@ -33,7 +33,8 @@ _GATHERED: ObjectTable[RankNumbers] = ObjectTable()
 
 
 def rank_numbers(transport: Transport, reads: bool) -> RankNumbers:
-    """Those of the transport's pipeline. ``reads``: this rank wants the numbers of all; by default it gives its own."""
+    """The numbers of the transport's pipeline. ``reads``: this rank reads the numbers of all ranks, not only gives its
+    own."""
     found = _GATHERED.get(transport)
     if found is None:
         found = _GATHERED[transport] = RankNumbers(transport.store, transport.name, transport.rank, transport.size)
@@ -47,7 +48,10 @@ class RankNumbers:
 
     def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
         self.reads = False
-        self._store, self._name, self._rank, self._size = store, name, rank, size
+        self._store = store
+        self._name = name
+        self._rank = rank
+        self._size = size
         self._lock = threading.Condition()
         self._own: dict[str, list[float]] = {}  # what is on the store, or soon will be
         self._changed = False

@@ -39,7 +39,8 @@ class GraphOrders:
         fed: Container[Node],
         forward_only: bool = False,
     ) -> None:
-        self.needs, self.count = needs, num_microbatches
+        self.needs = needs
+        self.count = num_microbatches
         self.times = {(op, node): took[k] for node, took in times.items() for k, op in enumerate((FORWARD, BACKWARD))}
         self.ops = (FORWARD,) if forward_only else (FORWARD, BACKWARD)
         self.operations = len(times) * num_microbatches * len(self.ops)
@@ -71,7 +72,8 @@ class GraphOrders:
 
     def _limits(self) -> list[int]:
         """The numbers of forwards that encoders may run ahead: as in 1F1B, and larger by powers of two, up to all."""
-        found, limit = [], max(self.behind.values())
+        found = []
+        limit = max(self.behind.values())
         while limit < self.count:
             found.append(limit)
             limit *= 2

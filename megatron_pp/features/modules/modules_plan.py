@@ -138,7 +138,8 @@ def _lowered(spec: ModulesSpec, orders: Sequence[Line], in_slots: bool) -> Plan:
 
 
 def _orders(spec: ModulesSpec) -> list[Line]:
-    graph, size = spec.graph, spec.graph.size
+    graph = spec.graph
+    size = spec.graph.size
     if graph.num_chunks == 1:
         return [_order(spec, rank) for rank in range(size)]
     try:
@@ -310,7 +311,11 @@ class _Lowering:
     """Lays out one rank's program on the boundaries of its order: boundary i is before entry i."""
 
     def __init__(self, spec: ModulesSpec, rank: int, order: Line, clock: _NodeTimes, places: Mapping[str, int]) -> None:
-        self.spec, self.rank, self.order, self.clock, self.places = spec, rank, order, clock, places
+        self.spec = spec
+        self.rank = rank
+        self.order = order
+        self.clock = clock
+        self.places = places
         self.spans = clock.spans[rank]
         self.edges = {op: spec.graph.edges[op][rank] for op in (FORWARD, BACKWARD)}  # op -> for each chunk its edges
         # Tables with a boundary as their key:

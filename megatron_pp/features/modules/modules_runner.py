@@ -142,7 +142,8 @@ class ModulesRunner:
         return found
 
     def _backward(self, at: Task) -> None:
-        cell, engine = (at.chunk, at.mb), self.engine
+        cell = (at.chunk, at.mb)
+        engine = self.engine
         for handle, sent in engine.deferred:
             if sent.mb == at.mb and sent.op == ins.FREE_F:  # a backward may write to tensors that the forward saved
                 handle.check()

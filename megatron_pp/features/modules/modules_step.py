@@ -70,7 +70,8 @@ class ModulesPipeline:
         for graph in module_graphs(modules, topology):
             group = dist.new_group(list(graph.members)) if rank is None else None
             if self.rank in graph.members:
-                self.graph, self.group = graph, group
+                self.graph = graph
+                self.group = group
         ends = [module for module in modules if not topology.get(module.name)]
         giving = {module.name for module in ends for replica in module.ranks if self.rank in replica[-1]}
         own = [] if self.graph is None else self.graph.chunks[self.graph.members.index(self.rank)]
@@ -111,12 +112,15 @@ class OnModules(Host):
 
 def prepared_on_modules(host: OnModules) -> Step:
     """The step of a call. Raises ScheduleInputError before any communication."""
-    pipeline, inputs, settings = host.pipeline, host.inputs, host.read_settings()
+    pipeline = host.pipeline
+    inputs = host.inputs
+    settings = host.read_settings()
     host.check_settings(settings)
     check_settings(settings)
     number = host.step_number(settings)
     weights = host.weight_store(settings)
-    graph, shapes = pipeline.graph, Shapes(None, None)
+    graph = pipeline.graph
+    shapes = Shapes(None, None)
     if graph is None:
         raise ScheduleInputError(f"rank {pipeline.rank} is in no module of the pipeline; let it run no step")
     draft = modules_spec(

@@ -126,7 +126,8 @@ class _ModulesWalk:
         own = at.chunk in range(self.chunks) and at.stage == at.chunk * self.spec.pipeline_size + self.rank
         if not own or (at.peer, at.part, at.tensor) != (NONE, NONE, ""):
             raise self._error(at, "it is none of this rank's")
-        rule, before = RULES[at.op], self.ran[(at.chunk, at.mb)]
+        rule = RULES[at.op]
+        before = self.ran[(at.chunk, at.mb)]
         edges = self.edges[at.op][at.chunk]
         for edge in edges.received:
             if edge.travels and not self.facts[(at.op, edge.name, at.mb)] & _HERE[at.op]:

@@ -11,7 +11,8 @@ from megatron_pp.plan.simulate.simulation import Event
 
 
 class _CopyEngines:
-    """Of a rank, one for each direction between device and host: each makes a copy at a time, in the order posted."""
+    """The copy engines of a rank, one for each direction between device and host. Each makes one copy at a time, in the
+    order posted."""
 
     def __init__(self) -> None:
         self._posted: dict[tuple[str, int, int, int], Event] = {}
@@ -39,7 +40,8 @@ class _Copies(Charges):
         self.engines = [_CopyEngines() for _ in self.run.ranks]
 
     def reached(self, rank: SimulatedRank, at: Instruction) -> Iterator[float]:
-        now, engines = self.run.now, self.engines[rank.number]
+        now = self.run.now
+        engines = self.engines[rank.number]
         if at.op in ins.COPY_POST_OPS:
             copy = engines.post(at, now, self.run.costs.of(at.op, at.stage) * self.run.shares[at.part])
             rank.run_beside(copy)

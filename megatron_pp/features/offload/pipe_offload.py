@@ -12,8 +12,8 @@ def pipe_offload(shape: Shape) -> list[Order]:
     """`gis_h` with the chunks of a group in turn, not one after the other: of V forwards in a row each is of another
     chunk, so that copies of offloaded chunks are spread evenly over the step.
 
-    A microbatch comes to its next chunk G turns later, or as few more as make V chunks take turns; a turn is a forward
-    and a backward. While the first and the last microbatches fill some turns in part, the others move up."""
+    A microbatch reaches its next chunk G turns later, or as few more as V chunks need to take turns. A turn is a
+    forward and a backward. While the first and the last microbatches fill some turns in part, the others move up."""
     size = shape.pipeline_size
     chunks = shape.num_chunks
     mbs = range(shape.num_microbatches)

@@ -54,7 +54,8 @@ class _Collectives(Charges):
     """They go over no link of their own, from the root or to it, and start when all ranks have posted them."""
 
     def transfer(self, ends: Gathering, now: float) -> Transfer:
-        op, placement = ends[0].at.op, self.run.plan.placement
+        op = ends[0].at.op
+        placement = self.run.plan.placement
         moved = moved_by(op, placement.barriers)
         taken = self.run.network.collective_time(moved, placement.pipeline_size)
         posted = sorted(end.entry.posted for end in ends)

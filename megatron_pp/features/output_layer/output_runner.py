@@ -79,7 +79,8 @@ class SplitOutputLayer(torch.nn.Module):
         self, hidden_size: int, vocab_size: int, rank: int, size: int, *, ignore_index: int = -100, **factory: Any
     ) -> None:
         super().__init__()
-        self.vocab_size, self.ignore_index = vocab_size, ignore_index
+        self.vocab_size = vocab_size
+        self.ignore_index = ignore_index
         self.rows = rows_of_rank(vocab_size, rank, size)
         self.weight = torch.nn.Parameter(torch.zeros(len(self.rows), hidden_size, **factory))
         self._labels: Tensor | None = None
@@ -105,7 +106,8 @@ class SplitOutputLayer(torch.nn.Module):
 
     def take_labels(self) -> Tensor | None:
         """Take the labels of the last forward."""
-        labels, self.__dict__["_labels"] = self._labels, None
+        labels = self._labels
+        self.__dict__["_labels"] = None
         return labels
 
     def pass_s(self, of: _Microbatch, with_input_grad: bool) -> None:
@@ -146,7 +148,8 @@ class SplitOutputLayer(torch.nn.Module):
         ``with_input_grad`` the rank's part of X's gradient."""
         weight, rows = self.weight, self.rows
         assert of.loss_grad is not None
-        grad, (place, mine) = of.exponentials, _own_labels(of.labels, rows)
+        grad = of.exponentials
+        place, mine = _own_labels(of.labels, rows)
         if len(rows):
             grad.scatter_add_(1, place[:, None], -mine[:, None].to(grad.dtype))
         grad.mul_(of.loss_grad[:, None])
@@ -229,7 +232,8 @@ class OutputLayerSteps(ModelSteps):
     def loss_grad(self, microbatch: _Microbatch) -> Tensor | None:
         """The gradient of each token's loss, ``[tokens]``; None in evaluation. On the last stage's rank the loss
         function's report counts."""
-        options, reports = self.options, any(self._reports)
+        options = self.options
+        reports = any(self._reports)
         if options.forward_only and not reports:
             return None
         maximum, total, target, _ = microbatch.statistics
@@ -313,12 +317,14 @@ class OutputLayerRunner:
         self.handles.pop(at.message).wait()
 
     def _broadcast(self, at: Task) -> None:
-        microbatch, root = self.kept[at.mb], self.root
+        microbatch = self.kept[at.mb]
+        root = self.root
         if self.is_root:
             x = self.executor.outputs[at.key].detach()
         else:
             x = self.communicator.allocate((*microbatch.labels.shape, self.layer.weight.shape[1]), False)
-        microbatch.x, microbatch.dtype = x, x.dtype
+        microbatch.x = x
+        microbatch.dtype = x.dtype
         self._post(at, lambda group: group.broadcast(x, root), "broadcast of the last stage's output")
 
     def _s(self, at: Task) -> None:
@@ -341,7 +347,8 @@ class OutputLayerRunner:
     def _wait_all_reduce(self, at: Task) -> None:
         self._wait(at)
         of = self.kept[at.mb]
-        own, other = of.labels.flatten(), of.statistics[3].long()
+        own = of.labels.flatten()
+        other = of.statistics[3].long()
         _refuse(
             own != other,
             f"microbatch {at.mb}: ranks gave their SplitOutputLayer different labels; every rank's data iterator gives "
@@ -368,7 +375,8 @@ class OutputLayerRunner:
         self.executor.close_sync()
 
     def _reduce(self, at: Task) -> None:
-        grad, root = self.kept[at.mb].partial_grad, self.root
+        grad = self.kept[at.mb].partial_grad
+        root = self.root
         assert grad is not None
         self._post(at, lambda group: group.reduce(grad, root), "reduction of the output's gradient")
 

@@ -189,7 +189,8 @@ def _placed(lengths: Sequence[int], wanted: Sequence[int], rules: PackingRules, 
     """The sequences in ``count`` slots; None if they do not fit."""
     slots = [_Slot([], rules.ranks) for _ in range(count)]
     for k in wanted:
-        length, context = lengths[k], rules.context(lengths[k])
+        length = lengths[k]
+        context = rules.context(lengths[k])
         work = rules.cost([length])
         best: tuple[tuple[float, float], _Slot, _Bin] | None = None
         for slot in slots:

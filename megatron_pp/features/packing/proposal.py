@@ -102,7 +102,8 @@ def of_run(spec: PlanSpec) -> PlanSpec:
 
 def why_not(spec: PlanSpec) -> str:
     """Why steps of ``spec`` cannot have other plans, in words; empty if they can."""
-    family, name = family_of(spec), f"schedule {spec.schedule}"
+    family = family_of(spec)
+    name = f"schedule {spec.schedule}"
     searching = SCHEDULES.get(_SEARCHING.get(family.placement, ""))
     reasons = (
         (family.digest, f"{name} is a file, whose order is the program's own"),

@@ -63,7 +63,8 @@ class PackedSteps:
         if found is not None:
             step = step.ordered(found.order)
         following = self._pack()
-        self.current, self._following = step, following
+        self.current = step
+        self._following = following
         self._proposal = None if found is None else found.proposal
         self._plan = None
         self._asked, self._found = 0, None
@@ -88,7 +89,8 @@ class PackedSteps:
     def wait_under(self, watch: Callable[[], AbstractContextManager[Any]], patience: float) -> None:
         """``watch()`` is a context in which failures of other ranks are seen (``faults.attach.watched``); ``patience``:
         seconds that a search may take longer than the step before it."""
-        self._watch, self._patience = watch, patience
+        self._watch = watch
+        self._patience = patience
 
     def plan_ahead(self, spec: PlanSpec, **more: Any) -> None:
         """Begin to plan the next step. The training step that begins now asks for ``spec``; ``more`` are fields of

@@ -124,7 +124,8 @@ class JointPair:
 
     def _observe(self, at: Task | None) -> None:
         """Tell observers that the current operation has ended and that ``at`` begins."""
-        observer, over = self.engine.observer, self.running
+        observer = self.engine.observer
+        over = self.running
         self.running = at
         if observer is not None and over is not None:
             observer.end(over.instruction)

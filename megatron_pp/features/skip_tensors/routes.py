@@ -188,7 +188,8 @@ def _route(tensor: SkipTensor, cache: str, placement: Placement) -> list[Held]:
     """Walk from the source to the last user; a rank that keeps the tensor needs no hop. Hops that bring it to where it
     is neither used nor sent on are left out again."""
     here = Held(tensor, tensor.source)
-    found, kept = [here], dict[int, Held]()
+    found = [here]
+    kept = dict[int, Held]()
     if cache == ALL:
         kept[placement.homes[tensor.source][0]] = here
     brought: dict[int, Held] = {}  # stage of a hop's sender -> the copy that it sends

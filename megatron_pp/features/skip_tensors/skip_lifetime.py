@@ -54,15 +54,19 @@ class NamedWalk(Follower):
     def __init__(self, plan: Plan, rank: int, facts: Mapping[_Cell, int], error: Callable[..., PlanError]) -> None:
         routes = routes_in(plan)
         assert routes is not None
-        self.spec, self.routes, self.stages = plan.spec, routes, plan.placement.stages[rank]
-        self.ran, self.error = facts, error
+        self.spec = plan.spec
+        self.routes = routes
+        self.stages = plan.placement.stages[rank]
+        self.ran = facts
+        self.error = error
         self.facts: defaultdict[tuple[_Cell, str], int] = defaultdict(int)
         self.summed: set[tuple[_Cell, str]] = set()  # tensors, where they are held, whose gradient has begun
         self.required = {stage: self._facts_at_end(stage) for stage in self.stages}
 
     def _facts_at_end(self, stage: int) -> dict[str, int]:
         """Name -> the facts that a tensor at ``stage`` must have after the step."""
-        routes, facts = self.routes, defaultdict[str, int](int)
+        routes = self.routes
+        facts = defaultdict[str, int](int)
         for name, held in routes.came[stage].items():
             facts[name] |= F_POSTED | F_HERE | DROPPED | (B_SENT | B_FREED if self._flows_back(held) else 0)
         for name, held in routes.sent[stage].items():
@@ -109,7 +113,8 @@ class NamedWalk(Follower):
     def computed(self, at: Instruction) -> list[_Change]:
         """Called for a forward, a backward or a weight gradient. Raises PlanError if a tensor that it needs is
         missing."""
-        routes, stage = self.routes, at.stage
+        routes = self.routes
+        stage = at.stage
         if at.op == FORWARD:
             for name in routes.came[stage]:
                 self._check_here(at, stage, name, F_HERE)
@@ -157,7 +162,7 @@ class NamedWalk(Follower):
         return facts, {((s, mb - since, part), name) for (s, mb, part), name in self.summed}
 
     def _missing(self) -> Iterator[tuple[_Cell, int]]:
-        """Of what has begun, what a finished program must still make true."""
+        """The facts that a finished program must still make true, of microbatches that it has begun."""
         for (cell, name), facts in self.facts.items():
             if facts:
                 yield cell, self.required[cell[0]][name] & ~facts

@@ -87,7 +87,8 @@ class SkipRunner:
     def __init__(self, plan: Plan, shapes: Sequence[Any], dtype: torch.dtype | None, graphs: bool) -> None:
         routes = routes_in(plan)
         assert routes is not None
-        self.routes, self.plan = routes, plan
+        self.routes = routes
+        self.plan = plan
         self.graphs = graphs
         self.sums_gradients = graphs and not plan.spec.forward_only
         self.held: dict[TensorKey, Tensor] = {}  # tensors; those that stages of this rank use are leaves

@@ -17,7 +17,7 @@ def key_values_change(op: str, part: int, slices: int, forward_only: bool) -> in
 
 def key_values_timeline(plan: Plan, rank: int) -> Iterator[float]:
     """The keys and values that attention keeps for later slices, and their gradients, right after each instruction of
-    ``plan.timed(rank)``. 1 stands for those of a chunk and a whole microbatch.
+    ``plan.timed(rank)``. 1 is the amount of a chunk and a whole microbatch.
 
     Gradients of all slices but the last are collected from the backward of the last slice to that of the first."""
     slices = plan.spec.slices

@@ -203,7 +203,8 @@ class SliceRunner:
 
     def run(self, handler: Callable[[Task], None], at: Task) -> None:
         """``handler`` of ``at``, with ``sequence_slice()`` set."""
-        count, cell = len(self.lengths), (at.stage, at.mb)
+        count = len(self.lengths)
+        cell = (at.stage, at.mb)
         change = key_values_change(at.op, at.part, count, self.plan.spec.forward_only)
         if change > 0:
             self.kept[cell] = {}
@@ -235,7 +236,8 @@ class _EachSlice:
     def __next__(self) -> Any:
         part = current_slice()
         if part.index != self.slice:
-            self.slice, self.next = part.index, 0
+            self.slice = part.index
+            self.next = 0
             if part.index == 0:
                 self.drawn = []
         if self.next == len(self.drawn):
@@ -300,7 +302,8 @@ class SlicedSteps(ModelSteps):
         return output, None if loss_func is None else partial(self._loss, loss_func)
 
     def _loss(self, loss_func: Callable[..., Any], output: Any, **options: Any) -> Any:
-        returned, part = loss_func(output, **options), current_slice()
+        returned = loss_func(output, **options)
+        part = current_slice()
         if options or not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
             return returned  # no loss, or refused by the caller
         if len(returned) == 2:

@@ -45,7 +45,7 @@ def of_slices(shape: Shape) -> Shape:
 
 
 def _in_slices(orders: list[Order], slices: int) -> list[Order]:
-    """The orders of forwards and whole backwards with each microbatch as the slice that it stands for."""
+    """The orders of forwards and whole backwards with numbers of microbatches turned into microbatch and slice."""
     if slices == 1:
         return orders
     cut: list[Order] = []

@@ -7,7 +7,7 @@ whatever schedule runs later. Megatron's own graphs are captured in the order of
 (``_CudagraphGlobalRecord``).
 
 Fine-grained offloading copies activations back in the backward order of Megatron's schedules: the k-th backward gets
-those of the k-th forward in that order, whichever backward it is (``PipelineOffloadManager.flush``).
+the activations of the k-th forward in that order, whichever backward it is (``PipelineOffloadManager.flush``).
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class LocalGraphs(StepObserver):
         """Raises ScheduleInputError if a step of ``spec`` would replay graphs in another order."""
         theirs, why = self.captured, None
         if spec.joins:
-            why = "the two halves of a pair (overlapped_forward_backward) run at once"
+            why = "the two halves of a pair (overlapped_forward_backward) run at the same time"
         elif theirs is None:
             return
         elif spec.forward_only and spec.num_microbatches % theirs.num_microbatches:

@@ -93,7 +93,7 @@ def restore_models() -> None:
 
 
 def leave_what_follows() -> None:
-    """What ``watch_what_follows`` has replaced is as before."""
+    """Restore what ``watch_what_follows`` has replaced."""
     for kind in optimizers():
         watched = vars(kind).get("step")
         if isinstance(watched, WatchedStep):

@@ -1,4 +1,4 @@
-"""What stands for Megatron-core's schedule functions under their names, and runs their steps."""
+"""The functions that replace Megatron-core's schedule functions under their names, and run their steps."""
 
 import functools
 import logging
@@ -114,8 +114,8 @@ class Block:
 BLOCKS: list[Block] = []
 CHANGES = threading.RLock()
 
-# Those that stand for Megatron's functions -> the names of which module, and which name of them. A program may hold
-# one for as long as it runs, also after `uninstall()`.
+# A function that replaces one of Megatron's -> the names of its module, and its name there. A program may hold such a
+# function for as long as it runs, also after `uninstall()`.
 STAND_INS: ObjectTable[tuple[dict[str, Any], str]] = ObjectTable()
 
 
@@ -147,7 +147,7 @@ def put_in_place(state: State, classes: list[type]) -> State:
 
 
 def put_in(state: State, schedules: list[Schedule]) -> list[Any]:
-    """Have ``schedules`` stand for Megatron's under all names. Returns the functions that they have replaced."""
+    """Replace Megatron's functions by ``schedules`` under all names. Returns the functions that were replaced."""
     module = state.megatron.schedules
     plugin = next((one.plugin for one in schedules if one.plugin is not None), None)
     plugin = plugin or Plugin(state.megatron, state.settings)
@@ -164,8 +164,8 @@ def put_in(state: State, schedules: list[Schedule]) -> list[Any]:
 
 
 def _taken_from(function: Any, module: ModuleType) -> Any:
-    """Megatron's own function, where ``function``, under its name in ``module``, is that, or stands for it in a copy of
-    this engine that was loaded before; None where the program has put another there."""
+    """Megatron's own function, if ``function`` (under its name in ``module``) is that, or replaces it in a copy of this
+    engine that was loaded before. None if the program has put another function there."""
     kind = type(function)
     if (kind.__module__, kind.__qualname__) == (__name__, Schedule.__qualname__):
         function = function.theirs

@@ -133,7 +133,7 @@ def _why_whole(modules: Sequence[nn.Module]) -> str:
             if _is_compiled(layer):
                 return (
                     f"{name or 'a stage'} ({type(layer).__name__}) is in torch.compile, whose code computes all "
-                    "gradients of a layer at once"
+                    "gradients of a layer in one step"
                 )
     return ""
 

@@ -16,7 +16,7 @@ from megatron_pp.plan.ir.ledger import IN_FLIGHT, ON_HOST, WEIGHT_BACKLOG
 from megatron_pp.plan.ir.spec import Plan
 
 WEIGHT_SHARE = 32 / 34
-"""Of a forward's memory, what a split backward keeps until its weight gradients."""
+"""The share of a forward's memory that a split backward keeps until its weight gradients."""
 
 _Programs = Sequence[Sequence[Instruction]]
 Shares = float | Sequence[float]  # one for all stages, or one per stage in model order
@@ -60,7 +60,8 @@ def activations_timeline(
 
     Raises PlanError for shares that are not one number, or one per stage, of at least 0.
     """
-    stages, parts = plan.placement.num_stages, plan.spec.num_parts
+    stages = plan.placement.num_stages
+    parts = plan.spec.num_parts
     ones = (0.0 if plan.spec.forward_only else 1.0 / parts,) * stages
     late = [share / parts for share in _per_stage(weight_share, stages)]
     return kept_timeline(plan.programs[rank] if run is None else run, plan.placement.stages[rank], ones, late)
@@ -69,7 +70,7 @@ def activations_timeline(
 def peak_activations(
     plan: Plan, weight_share: Shares = WEIGHT_SHARE, programs: _Programs | None = None
 ) -> tuple[float, ...]:
-    """The most that each rank keeps at once; ``programs``: every rank's ``run``, the rest as
+    """The most that each rank keeps at the same time; ``programs``: every rank's ``run``, the rest as
     ``activations_timeline``.
     """
     lines = enumerate(programs or plan.programs)

@@ -24,7 +24,7 @@ class CostSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSettings:
-    """Those of them that a run can measure: a number for every stage, or one number for all."""
+    """Costs of features that a run can measure: a number for every stage, or one number for all."""
 
     offload: _Times = None
     unshard: _Times = None

@@ -33,7 +33,7 @@ def measured_at_most(estimated: float) -> float:
 
 @dataclass(frozen=True)
 class Communicators:
-    """Those of one kind that a rank is a member of.
+    """The communicators of one kind that a rank is a member of.
 
     count      of them
     receiving  peers that the rank receives from, over all of them
@@ -63,7 +63,7 @@ class Outside(NamedTuple):
     max_ctas: int | None = None
 
     def communicators(self, placement: Placement, rank: int, policy: str, channels: str) -> Iterator[Communicators]:
-        """Of ``rank``, as the transport for NCCL makes them. ``policy``, ``channels``: as in PlanSpec."""
+        """The communicators that NCCL's transport makes for ``rank``. ``policy``, ``channels``: as in PlanSpec."""
         edges = [edge for edge in placement.rank_edges if rank in edge]
         ours = self.max_ctas or MAX_CTAS
         if edges and channels == ONE_WAY and policy != BATCHED:
@@ -78,7 +78,7 @@ class Outside(NamedTuple):
             yield from (Communicators(of, 1, 1, 1, ours) for of in words if of)
 
     def nbytes(self, placement: Placement, policy: str, channels: str = ONE_WAY) -> tuple[float, ...]:
-        """Of each rank."""
+        """Bytes of the communicators of each rank."""
         ranks = range(placement.pipeline_size)
         made = (self.communicators(placement, rank, policy, channels) for rank in ranks)
         return tuple(self.context + sum(one.nbytes for one in each) for each in made)

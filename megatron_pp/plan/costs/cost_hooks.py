@@ -20,11 +20,11 @@ COST_DEFAULTS = {
 }
 """Every cost that is a feature's."""
 MEASURED_DEFAULTS = {name: None for row in FEATURES for name in row.measured}
-"""Those of them that a run can measure."""
+"""Costs of features that a run can measure, with their default."""
 
 
 class CostSettings(AddedSettings):
-    """Those of a plan's costs. Times per stage that are not given are 0 for each."""
+    """The costs of features in a plan's costs. Times per stage that are not given are 0 for each stage."""
 
     DEFAULTS = COST_DEFAULTS
     forward: tuple[float, ...]
@@ -35,7 +35,7 @@ class CostSettings(AddedSettings):
 
 
 class MeasuredSettings(AddedSettings):
-    """Those of what was measured."""
+    """The costs of features among the measured values."""
 
     DEFAULTS = MEASURED_DEFAULTS
 
@@ -59,12 +59,12 @@ class CostHooks(Generic[Costs]):
         return None
 
     def sends(self, costs: Costs) -> tuple[float, float] | None:
-        """Of the time of joined operations, the shares after which an activation and a gradient are sent within it."""
+        """The shares of joined operations' time after which an activation and a gradient are sent within it."""
         return None
 
 
 def known_costs(**costs: Any) -> dict[str, Any]:
-    """Those of ``costs`` that a feature of this package has."""
+    """The entries of ``costs`` that belong to a feature of this package."""
     return {name: value for name, value in costs.items() if name in COST_DEFAULTS}
 
 

@@ -88,9 +88,9 @@ class Measured(MeasuredSettings):
         return replace(self, **times, **others)
 
     def in_parts(self) -> tuple[Measured, float]:
-        """The same times in whole parts of the longest one, and that one. Times that are given in other units are equal
-        then, to the bit, and so are their sums, as these are exact: choices between equals do not depend on the unit.
-        """
+        """The same times in whole parts of the longest time, and the longest time. Then times that are given in other
+        units are equal to the bit, and so are their sums, which are exact. Choices between equal times do not depend
+        on the unit."""
         times = (number for name in _TIMES for number in _numbers(getattr(self, name)))
         unit = max(times, default=0.0)
         if not unit:
@@ -251,7 +251,7 @@ class MeasuredFile:
 
 
 def _defaults() -> dict[str, Any]:
-    """Every value by name, those of features included."""
+    """The default of every value by name, values of features included."""
     own = {field.name: field.default for field in fields(Measured) if field.name not in ("added", *MEASURED_DEFAULTS)}
     return {**own, **MEASURED_DEFAULTS}
 

@@ -6,5 +6,5 @@ posts their sends: the hand-over costs tens of microseconds, posting costs milli
 (``comm/gloo/waiting_threads.py``)."""
 
 MAX_CTAS = 8
-"""NCCL's channels, and so thread blocks, that a communicator of ours has at most where no option says so: two receives
+"""NCCL's channels, and so thread blocks, that each of our communicators has at most if no option is set. Two receives
 that wait then hold 12% of the 132 multiprocessors of an H100."""

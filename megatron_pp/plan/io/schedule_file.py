@@ -26,7 +26,8 @@ def family_of_file(path: str) -> Family:
     """
     text = read_text(path)
     plan = load_plan(path)
-    given, spec = _FilePlan(path, plan), plan.spec
+    given = _FilePlan(path, plan)
+    spec = plan.spec
     return Family(
         path,
         given.orders,

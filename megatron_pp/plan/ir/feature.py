@@ -66,7 +66,7 @@ class AddedSettings:
 
 
 class SpecSettings(AddedSettings):
-    """Those of a plan's spec."""
+    """The settings of features in a plan's spec."""
 
     DEFAULTS = SPEC_DEFAULTS
 

@@ -58,7 +58,7 @@ class Site(NamedTuple):
     is_root     whether collectives bring its output to all ranks
     handed_in   whether the stage before it is on the same rank
     handed_on   whether the stage behind it is on the same rank
-    gives_back  whether an output's data is freed once it was sent or handed on, and not by its backward
+    gives_back  whether an output's data is freed after its send or hand-off, not by its backward
     trains      whether there are backwards
     barriers    of the placement
     """

@@ -134,7 +134,7 @@ class PlanSpec(SpecSettings):
             object.__setattr__(self, "added", with_settings(self.added, hooks.checked(self)))
 
     def values(self) -> dict[str, Any]:
-        """Every setting by name, those of features included."""
+        """Every setting by name, settings of features included."""
         return all_values(self)
 
     @property

@@ -29,7 +29,7 @@ class Post(NamedTuple):
 
     @property
     def channel(self) -> tuple[str, int]:
-        """The one-way channel, among those of its rank."""
+        """The one-way channel that carries it."""
         return _CHANNEL(self.post)
 
 

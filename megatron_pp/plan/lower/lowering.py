@@ -269,7 +269,7 @@ class RankLowering:
         self.inputs[receive.use].append(((receive.round, _WAITS, receive.place), receive.finish))
 
     def _messages(self) -> tuple[list[Post], list[Post]]:
-        """This rank's sends and receives, in the order of rounds. Places its hand-offs at once."""
+        """This rank's sends and receives, in the order of rounds. Places its hand-offs immediately."""
         sends: list[Post] = []
         receives: list[Post] = []
         sites, ends, inputs, backwards = self._sites, self.ends, self.inputs, self.backwards

@@ -153,7 +153,10 @@ class _ScheduledRank:
         slots: Mapping[tuple[str, int, int], float],
         arrivals: Mapping[tuple[str, int], Sequence[float]],
     ) -> None:
-        self.number, self.slots, self.arrivals, self.rules = number, slots, arrivals, rules
+        self.number = number
+        self.slots = slots
+        self.arrivals = arrivals
+        self.rules = rules
         self.costs = problem.costs
         self.shares = problem.shares
         self.memory = problem.memory

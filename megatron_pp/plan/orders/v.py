@@ -134,7 +134,8 @@ def _in_phases(phases: Iterable[tuple[int, str]]) -> Order:
             if name == WEIGHT_GRAD:
                 order.append(weights.pop(0))
                 continue
-            op, chunk = name[0], int(name[1])
+            op = name[0]
+            chunk = int(name[1])
             mb = done[(RESULT_OF[op], chunk)]
             done[(RESULT_OF[op], chunk)] += 1
             order.append(instruction(op, chunk, mb))

@@ -82,7 +82,7 @@ class SimulatedStep(Protocol):
 
 
 class Charges:
-    """Of one feature in one simulated step. By default its instructions take no time."""
+    """The charges of one feature in one simulated step. By default its instructions take no time."""
 
     def __init__(self, run: SimulatedStep) -> None:
         self.run = run
@@ -111,14 +111,14 @@ class Charges:
 
 
 class ChargesByFeature:
-    """Those of the features whose instructions a step has, made at the first of these."""
+    """The charges of the features in a step. Each is made at the feature's first instruction."""
 
     def __init__(self, run: SimulatedStep) -> None:
         self._run = run
         self._made: dict[str, Charges] = {}
 
     def of(self, op: str) -> Charges:
-        """Those of the feature of ``op``."""
+        """The charges of the feature that has ``op``."""
         row = ROW_OF[op]
         if row.folder not in self._made:
             kind = load(row.costs).CHARGES if row.costs else Charges

@@ -16,7 +16,7 @@ class DeviceMemory(NamedTuple):
     communicators  of NCCL
     context        of CUDA
     at             the instruction after which ``allocated`` is most
-    host           copied to host memory at once at most
+    host           most in host memory at the same time
     """
 
     parameters: float
@@ -28,7 +28,8 @@ class DeviceMemory(NamedTuple):
 
     @property
     def pinned(self) -> float:
-        """Of host memory at most: buffers are of powers of two, and as many as were in use at once."""
+        """The most pinned host memory. Buffers have sizes of powers of two, and there are as many as were in use at the
+        same time."""
         return 2 * self.host
 
     @property
@@ -48,7 +49,8 @@ class DeviceMemory(NamedTuple):
 
 def device_memory(plan: Plan, rank: int, memory: RankMemory, outside: Outside | None) -> DeviceMemory:
     """``memory``: of ``rank`` along its program; ``outside``: None where there is no GPU."""
-    spec, context = plan.spec, 0.0
+    spec = plan.spec
+    context = 0.0
     made: Iterable[Communicators] = ()
     if outside is not None:
         made = outside.communicators(plan.placement, rank, spec.policy, spec.channels)

@@ -115,7 +115,8 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> float:
-        h, ffn = self.hidden_size, self.ffn_hidden_size or 4 * self.hidden_size
+        h = self.hidden_size
+        ffn = self.ffn_hidden_size or 4 * self.hidden_size
         return (4 * h * h + 2 * h * ffn) / self.tensor_parallel
 
     @property
@@ -131,7 +132,7 @@ class ModelShape:
 
     @property
     def _ffn_share(self) -> float:
-        """Of the 24 s b h inside tensor parallelism, 16 are the feed-forward part's at width 4 h (2205.05198, 4.1)."""
+        """The feed-forward part has 16 of the 24 s b h inside tensor parallelism, at width 4 h (2205.05198, 4.1)."""
         return (8 + 16 * (self.ffn_hidden_size or 4 * self.hidden_size) / (4 * self.hidden_size)) / 24
 
     def layers_per_stage(self, num_stages: int) -> int:
@@ -214,7 +215,7 @@ class RankMemory:
 
     @property
     def host_peak(self) -> float:
-        """The most that is in host memory at once."""
+        """The most that is in host memory at the same time."""
         return max(self.on_host, default=0.0)
 
 
@@ -222,7 +223,9 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
     """Bytes of ``rank`` along its program. ``deallocate``: whether an output goes when it was sent. Raises PlanError
     where the layers do not divide over the stages.
     """
-    stages, total, parts = plan.placement.stages[rank], plan.placement.num_stages, plan.spec.num_parts
+    stages = plan.placement.stages[rank]
+    total = plan.placement.num_stages
+    parts = plan.spec.num_parts
     added = [hooks.bytes_of(plan, rank, shape) for hooks in hooks_of(plan.spec.added, plan.placement.barriers)]
     static = next((one.static for one in added if one.static is not None), None)
     if static is None:
@@ -232,8 +235,11 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
     kept = [0.0 if plan.spec.forward_only else (shape.kept_bytes(s, total) - apart) / parts for s in range(total)]
     late = [shape.kept_for_weights(s, total) / parts for s in range(total)]
     inside = kept_timeline(plan.programs[rank], stages, kept, late)  # the chunks' own activations
-    walk, message, after = LifetimeWalk(plan, rank, deallocate), shape.message_bytes / parts, array("d")
-    most, largest = 0.0, Parts()
+    walk = LifetimeWalk(plan, rank, deallocate)
+    message = shape.message_bytes / parts
+    after = array("d")
+    most = 0.0
+    largest = Parts()
     each = {KINDS[kind]: nbytes for one in added for kind, nbytes in one.each.items()}
     timelines = (
         inside,
@@ -247,7 +253,8 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
         if after[-1] > most:
             outputs = walk.now[KINDS["outputs"]]
             tensors = outputs * message, (alive - outputs) * message, recorded * message
-            most, largest = after[-1], Parts(kept_here + counted + further, *tensors, whole)
+            most = after[-1]
+            largest = Parts(kept_here + counted + further, *tensors, whole)
     copied = [kept[s] + (message if s > 0 else 0.0) for s in range(total)]  # a stage's input goes to the host too
     on_host = array("d", host_timeline(plan.programs[rank], stages, copied))
     return RankMemory(static, after, on_host, largest)

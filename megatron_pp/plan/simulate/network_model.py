@@ -95,7 +95,8 @@ class TimedQueues(QueueMachine):
         send, receive = meeting
         source, target, _ = send.direction
         kind, stage, mb, part, _ = send.message
-        link, size = self.network.between(source, target), self.network.message_bytes(kind) / self.parts
+        link = self.network.between(source, target)
+        size = self.network.message_bytes(kind) / self.parts
         start = max(now, self._wire_free.get((source, target), 0.0))
         off_the_wire = self._wire_free[(source, target)] = start + link.wire_time(size)
         posted = (send.entry.posted, receive.entry.posted)

@@ -143,8 +143,9 @@ class Simulation:
         return dict(sorted(sums.items()))
 
     def peak_on_host(self) -> tuple[float, ...]:
-        """Per rank, the most that is in host memory at once, in units of one chunk's forward."""
-        plan, ones = self.plan, (1,) * self.plan.placement.num_stages
+        """Per rank, the most that is in host memory at the same time, in units of one chunk's forward."""
+        plan = self.plan
+        ones = (1,) * self.plan.placement.num_stages
         lines = zip(plan.programs, plan.placement.stages, strict=True)
         return tuple(max(host_timeline(line, row, ones), default=0) / plan.spec.num_parts for line, row in lines)
 

@@ -87,7 +87,9 @@ class SimulatedRun(DeviceRanks):
         self._plan_network_events()
 
     def program(self, rank: int) -> Iterator[Entry | float]:
-        me, now, one_queue = self.ranks[rank], 0.0, self.one_queue
+        me = self.ranks[rank]
+        now = 0.0
+        one_queue = self.one_queue
         for at in self.plan.programs[rank]:
             op = at.op
             if op in ins.COMPUTE_OPS:
@@ -134,7 +136,8 @@ class SimulatedRun(DeviceRanks):
     def _synchronise(self, me: SimulatedRank) -> Iterator[Entry | float]:
         """The operation that is over lasts until all that the rank has posted is over."""
         while unfinished := self.unfinished(me.number):
-            entry, since = unfinished[0], me.ends[-1]
+            entry = unfinished[0]
+            since = me.ends[-1]
             yield entry
             me.add_wait(ins.FREE_F if entry.at.op in ins.SEND_OPS else ins.WAIT_F, since, self.now, entry)
             me.ends[-1] = self.now

@@ -109,7 +109,7 @@ class LifetimeWalk:
         self.next = dict.fromkeys(product(self.in_order, range(spec.num_chunks)), (0, self.parts[0]))
         self.required = {s: facts_at_end(plan.placement, s, self.forward_only) for s in self.stages}
         self.known: dict[tuple[str, int, int, int, bool], Step] = {}  # keys: op, stage, peer, chunk, is it named
-        self.gives_back = deallocate or spec.forward_only  # whether an output's data is freed once sent or handed on
+        self.gives_back = deallocate or spec.forward_only  # whether outputs are freed after their send or hand-off
         self.peaks = [0] * len(Memory._fields)
         self.now = [0] * len(Memory._fields)
         followed = {

@@ -1,4 +1,4 @@
-"""Counts memory that PyTorch's allocator does not reuse at once after a transfer over NCCL.
+"""Counts memory that PyTorch's allocator does not reuse immediately after a transfer over NCCL.
 
 torch calls ``record_stream`` for every tensor that is sent or received (``ProcessGroupNCCL::pointToPoint``). Freed
 memory can be used again only when the communicator's stream has finished all that was posted to it before, including
@@ -31,7 +31,8 @@ def recorded_timeline(plan: Plan, rank: int, deallocate: bool = True) -> Iterato
 
 class _StreamWalk:
     def __init__(self, plan: Plan, gives_back: bool) -> None:
-        self.plan, self.gives_back = plan, gives_back
+        self.plan = plan
+        self.gives_back = gives_back
         self.added = hooks_of(plan.spec.added)
         self.posted: Counter[Hashable] = Counter()
         self.finished: Counter[Hashable] = Counter()

@@ -59,7 +59,7 @@ def _unfinished(entry: Entry) -> list[Instruction]:
 
 
 class RendezvousRun(DeviceRanks):
-    """A run without time: two ends that have met are over at once."""
+    """A run without time: a transfer is over as soon as both of its ends are posted."""
 
     def __init__(self, plan: Plan, rules: list[str], replicas: int) -> None:
         super().__init__(plan, QueueMachine(plan, replicas=replicas), rules)
@@ -137,7 +137,7 @@ class RendezvousRun(DeviceRanks):
                     if self.late_receives and at.op not in ins.COLLECTIVE_WAITS:
                         del posted[(key[0], key[1], SHAPE)]
                 elif at.op in _POSTS:
-                    if at.op == ins.BATCH and self.late_receives:  # the rank waits at once for the shapes of a batch
+                    if at.op == ins.BATCH and self.late_receives:  # the rank waits right away for the batch's shapes
                         shape = self._post(rank, at, SHAPE)
                         if shape.left:
                             yield shape

@@ -24,8 +24,8 @@ class SyncCheck:
         ran = [(k, at) for k, entry in noted for at in entry.members or (entry,)]
         backwards = [(k, at) for k, at in ran if at.op in _BACKWARDS]
         self.backwards = [k for k, _ in backwards]
-        # Chunk -> index of the operation that completes its gradients; those of layers that do not split their
-        # backward; those of passes; and chunk -> index of its first forward.
+        # Chunk -> index of the operation that completes its gradients, then the same for layers that do not split
+        # their backward, then for passes. Last, chunk -> index of its first forward.
         self.last = {at.chunk: k for k, at in backwards if at.op not in ins.LAST_PASS}
         self.last_backward = {at.chunk: k for k, at in backwards if at.op in ins.BACKWARD_OPS}
         self.last_pass = {at.chunk: k for k, at in backwards if at.op in ins.LAST_PASS}

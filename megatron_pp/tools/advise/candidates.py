@@ -203,7 +203,8 @@ def estimate(question: Question, candidate: Candidate, bounds: dict[Any, float] 
         key = placement, candidate.num_microbatches, candidate.slices, cut.costs
         if key not in known:
             conditions = candidate.num_microbatches, cut.costs, question.network(model)
-            split, slices = question.splits_backward, candidate.slices
+            split = question.splits_backward
+            slices = candidate.slices
             known[key] = lower_bound(placement, *conditions, split=split, slices=slices).step
         bound = known[key]
         step = 0.0 if candidate.is_bounded else _order_time(question, candidate, cut, question.transfer(model))
@@ -216,7 +217,8 @@ def _order_time(question: Question, candidate: Candidate, cut: Fitted, transfer:
     """The time of a step, extrapolated from two pilots. A further microbatch takes the mean time of the microbatches
     that
     the longer pilot has in addition to the shorter one."""
-    size, placement = question.pipeline_size, candidate.placement(question.pipeline_size)
+    size = question.pipeline_size
+    placement = candidate.placement(question.pipeline_size)
     shapes = [candidate.shape(size, pilot * size) for pilot in PILOTS]
     orders = (_orders(candidate.schedule, shape) for shape in shapes)
     short, long = (order_time(each, placement, cut.costs, transfer, candidate.slices) for each in orders)
@@ -230,7 +232,8 @@ def fixed_memory(
     """GB of each rank for communicators, CUDA context, its pipeline tensors, and its share of a split output layer: the
     parameters, and the logits of ``logits`` microbatches.
     """
-    output, ranks = model.output, len(tensors)
+    output = model.output
+    ranks = len(tensors)
     share = 0.0 if output is None else (output.static + logits * output.activation) / ranks
     taken = question.taken(candidate.placement(ranks), candidate.policy)
     each = model.message / candidate.slices

@@ -38,7 +38,8 @@ def _greedy(work: Sequence[float], num_stages: int, most: float) -> Counts | Non
     stages."""
     counts, filled = [0], 0.0
     for k, one in enumerate(work):
-        left, stages_left = len(work) - k, num_stages - len(counts)
+        left = len(work) - k
+        stages_left = num_stages - len(counts)
         if counts[-1] and (filled + one > most * (1 + 1e-12) or left <= stages_left):
             counts.append(0)
             filled = 0.0
@@ -189,12 +190,13 @@ class _Cuts:
     def improved(self, counts: Counts) -> Counts:
         """``counts`` after moves of a unit to another stage. Each move is the best one; they end when none lowers the
         price."""
-        best, stages = self.price(counts), range(len(counts))
+        best = self.price(counts)
+        stages = range(len(counts))
         for _ in range(_MOST_MOVES):
             found = [(best, counts)]
-            for giver, taker in product(self.givers(counts), stages):
-                moved = tuple(n - (k == giver) + (k == taker) for k, n in enumerate(counts))
-                if giver != taker and counts[giver] > 1 and self.is_buildable(moved):
+            for source, target in product(self.sources(counts), stages):
+                moved = tuple(n - (k == source) + (k == target) for k, n in enumerate(counts))
+                if source != target and counts[source] > 1 and self.is_buildable(moved):
                     found.append((self.price(moved), moved))
             least, moved = min(found)
             if least >= best:
@@ -226,7 +228,8 @@ class _Cuts:
         static = sum(one.static for one in layers)
         kept = room.kept_in_chunks(rank, activation, late)
         left = room.limit - room.fixed[rank] - static
-        load, over = work, kept - left
+        load = work
+        over = kept - left
         if over > 0 and self.recompute:
             least = room.kept_in_chunks(rank, [sum(one.least for one in row) for row in rows], late)
             share = min(1.0, over / (kept - least)) if kept > least else 1.0
@@ -242,7 +245,7 @@ class _Cuts:
         ranks = zip(self._ranks(counts), self.room.fixed, strict=True)
         return any(one.need + fixed > self.room.limit for one, fixed in ranks)
 
-    def givers(self, counts: Counts) -> Iterator[int]:
+    def sources(self, counts: Counts) -> Iterator[int]:
         """The stages of the rank with the most work, and those of the rank that needs the most memory."""
         ranks = self._ranks(counts)
         stages = self.room.placement.stages

@@ -237,7 +237,8 @@ def _listed(node: ast.expr, most: int) -> list[int]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _listed(node.left, most) + _listed(node.right, most)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and isinstance(node.right, ast.Constant):
-        times, repeated = node.right.value, _listed(node.left, most)
+        times = node.right.value
+        repeated = _listed(node.left, most)
         if isinstance(times, int) and 0 <= times <= most and len(repeated) <= most:
             return repeated * times
     raise ValueError

@@ -138,7 +138,8 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
             f"a process of the search ended ({error}). With jobs={jobs} the search starts processes that import the "
             'program\'s main module: call it under `if __name__ == "__main__":` in a file, or with jobs=1'
         ) from error
-    seconds, left = time.monotonic() - began, queue.left()
+    seconds = time.monotonic() - began
+    left = queue.left()
     looked_at = tuple(queue.outcomes), tuple(queue.estimates)
     return Findings(question, *looked_at, left, tuple(queue.needless), seconds, interrupted)
 
@@ -146,14 +147,15 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
 def _estimate(question: Question, queue: "_Queue", evaluator: "_Evaluator", say: Report) -> None:
     """Estimates the candidates for which there is time, those with few operations first. Plans that are too large to
     build
-    are left out. Searches take long, so the first promising search begins at once.
+    are left out. Searches take long, so the first promising search begins immediately.
     """
     bounds: dict[Any, float] = {}
     found = queue.found
     found += candidates(question)
     if not found:
         raise PlanError(f"nothing is left to try: {why_none(question)}")
-    work, size = 0, question.pipeline_size
+    work = 0
+    size = question.pipeline_size
     most = max(1.0, (queue.budget or 0.0) / _ESTIMATES_S) * _ESTIMATES
     for candidate in sorted(filter(queue.may_build, found), key=lambda one: one.work_of_estimate(size)):
         work += candidate.work_of_estimate(size)

@@ -61,7 +61,8 @@ class Transformer(LayerSizes):
 
     def flops(self) -> float:
         """The operations of a microbatch on one rank of each stage, forward and backward, without recomputation."""
-        shape, (main, last) = self.shape, self._letters()
+        shape = self.shape
+        main, last = self._letters()
         forward = sum(_flops(self.parts(letters)) for letters in main)
         forward += self.mtp_layers * (_flops(self.parts(last)) + 2 * shape.tokens * self.joined)
         head = 2 * shape.tokens * shape.hidden_size * shape.vocab_size / shape.tensor_parallel
@@ -109,7 +110,8 @@ class _Costs:
 
     def layer(self, letters: str) -> Layer:
         """A layer with attention or another mixer and a feed-forward part, or a layer of a hybrid model."""
-        shape, parts = self.model.shape, self.model.parts(letters)
+        shape = self.model.shape
+        parts = self.model.parts(letters)
         again = [part for part in parts if self.model.modules & {*part.modules}]
         forward = self._pass(parts, 1.0)
         backward = self._pass(parts, 2.0) + self._pass(again, 1.0)
@@ -140,7 +142,8 @@ class _Costs:
 
     def _pass(self, parts: Iterable[Part], factor: float) -> float:
         """The milliseconds of a forward; with ``factor`` 2, of a backward without weight gradients."""
-        parts, nbytes = list(parts), self.model.shape.element_bytes
+        parts = list(parts)
+        nbytes = self.model.shape.element_bytes
         products = sum(self._products(p, nbytes) for p in parts)
         core = self.rates.attention(sum(p.core for p in parts)) * (_BACKWARD if factor > 1 else 1.0)
         moved = factor * sum(p.moved for p in parts)
@@ -177,7 +180,8 @@ class _Costs:
         """The exposed time to send tokens to the experts and back, over links and network at the same time. ``nbytes``
         is
         the size of one copy of this rank's tokens."""
-        model, ranks = self.model, self.model.expert_parallel
+        model = self.model
+        ranks = self.model.expert_parallel
         near = min(ranks, max(1, self.rates.gpu.domain // model.expert_tensor))
         domains = ranks / near
         if model.once:

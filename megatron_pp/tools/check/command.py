@@ -26,7 +26,7 @@ class Answer:
     sections: tuple[Section, ...]
 
     def findings(self, level: str = "") -> list[Finding]:
-        """All findings, or those of one level."""
+        """All findings, or the findings of one level."""
         found = [one for section in self.sections for one in section.findings]
         return [one for one in found if level in ("", one.level)]
 

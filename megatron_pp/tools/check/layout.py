@@ -70,7 +70,8 @@ def _sizes(job: Job) -> Iterator[str]:
         count = microbatches_of(job)
     except MegatronPPError:
         return
-    batch, micro = job.get("global_batch_size"), job.get("micro_batch_size", 1)
+    batch = job.get("global_batch_size")
+    micro = job.get("micro_batch_size", 1)
     flags = f"{job.spell('global_batch_size')} {batch}, {job.spell('micro_batch_size')} {micro}"
     yield f"{count} microbatches a step on each of {job.get('data_parallel_size', 1)} replicas ({flags})"
     if chunks_of(job) > 1:
@@ -181,7 +182,8 @@ def _turned_off(job: Job) -> Iterator[Finding]:
         if job.framework != "megatron-bridge":  # Megatron-Bridge refuses it; "start" reports that
             text = f"{named} has no effect: there is one tensor-parallel rank"
             yield Finding("sequence-parallelism-alone", NOTE, text, "", ("sequence_parallel",))
-    layers, pattern = job.given.get("num_layers"), job.get("hybrid_layer_pattern")
+    layers = job.given.get("num_layers")
+    pattern = job.get("hybrid_layer_pattern")
     if pattern and isinstance(layers, int):
         counted = len(HybridPattern.read(pattern).layers)
         if counted != layers:

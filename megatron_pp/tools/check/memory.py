@@ -87,7 +87,8 @@ def memory_of(job: Job, gpu: Gpu, found: Priced) -> list[RankMemory]:
     ranks = []
     for rank, row in enumerate(found.plan.placement.stages):
         own = sum(kept[stage] for stage in row)
-        static, outside = found.cut.static[rank], found.outside[rank]
+        static = found.cut.static[rank]
+        outside = found.outside[rank]
         activations = found.cut.peaks[rank] - static - found.fixed[rank]
         sizes = own * weights, own * (1 - weights), static - own, activations, found.fixed[rank] - outside, outside
         ranks.append(RankMemory(*sizes))

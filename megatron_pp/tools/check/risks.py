@@ -136,7 +136,8 @@ def layers_without_a_stage(job: Job) -> int:
     """The number of layers that are on no stage. This happens if sizes are given for all stages and their sum is too
     small."""
     sizes = [job.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
-    stages, layers = job.get("pipeline_model_parallel_size", 1), job.get("num_layers")
+    stages = job.get("pipeline_model_parallel_size", 1)
+    layers = job.get("num_layers")
     given = [size for size in sizes if isinstance(size, int)]
     if not isinstance(layers, int) or not given or stages > len(given):
         return 0

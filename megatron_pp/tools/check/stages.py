@@ -58,7 +58,8 @@ def chunks_of(job: Job) -> int:
 def microbatches_of(job: Job) -> int:
     """The number of microbatches of a step on each data-parallel rank. It is rounded down if the job sets
     decrease_batch_size_if_needed. Raises LayoutError if the batch cannot be divided."""
-    batch, micro = batch_of(job), max(1, job.get("micro_batch_size", 1))
+    batch = batch_of(job)
+    micro = max(1, job.get("micro_batch_size", 1))
     if batch is None:
         raise NoBatchError(f"{job.spell('global_batch_size')} is not given")
     replicas = max(1, int(job.get("data_parallel_size", 1)))

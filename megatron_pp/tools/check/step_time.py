@@ -190,7 +190,8 @@ class _Tried:
 
 def _looked_at(job: Job, gpu: Gpu, now: Timed) -> _Tried:
     """The results of other settings that Megatron accepts. Those that are fast to simulate are tried first."""
-    found, work = _Tried(), 0.0
+    found = _Tried()
+    work = 0.0
     usable = [one for one in _tried(job) if not _refused(job, one[2])]
     for text, change, args, schedule in sorted(usable, key=lambda one: _work_of(job, *one[2:])):
         other = replace(job, args={**job.args, **args})
@@ -240,7 +241,8 @@ def _tried(job: Job) -> Iterator[tuple[str, str, Mapping[str, Any], str]]:
     placed = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "hybrid_layer_pattern")
     if any(map(job.get, (*placed, "decoder_last_pipeline_num_layers"))):
         return
-    virtual, other = job.spell("num_virtual_stages_per_pipeline_rank"), "num_layers_per_virtual_pipeline_stage"
+    virtual = job.spell("num_virtual_stages_per_pipeline_rank")
+    other = "num_layers_per_virtual_pipeline_stage"
     instead = f" instead of {job.spell(other)}" if job.given.get(other) else ""
     for number in _CHUNKS:
         if number != chunks:

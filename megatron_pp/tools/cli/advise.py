@@ -209,7 +209,8 @@ def _recommended(findings: Findings, best: Outcome, order: MicrobatchOrder | Non
     for sentence in answer.sentences(question, best):
         yield f"    {sentence}"
     if order is not None:
-        listed, numbers = ",".join(map(str, order.order)), f"{order.step:.4g} ms; {order.step_as_given:.4g} ms as given"
+        listed = ",".join(map(str, order.order))
+        numbers = f"{order.step:.4g} ms; {order.step_as_given:.4g} ms as given"
         yield f"    run the unequal microbatches in the order {listed}: {numbers}"
     elif question.microbatch_costs and findings.interrupted:
         yield "    interrupted before an order of the unequal microbatches was found"

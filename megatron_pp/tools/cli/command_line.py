@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = BAD_INPUT
     except KeyboardInterrupt:
         _drop_output()
-        problem, code = "ended by Ctrl-C", ENDED
+        problem = "ended by Ctrl-C"
+        code = ENDED
     except (ImportError, MegatronPPError) as error:
         problem = _in_words(error)
         code = REFUSED if isinstance(error, RefusedError) else BAD_INPUT
@@ -87,8 +88,8 @@ def _run_script(argv: Sequence[str]) -> int:
 def _recorded(script: Callable[[], None]) -> Callable[[], None]:
     """Under torchrun, the script with its errors written to torchrun's error file.
 
-    torchrun prints that error as the root cause and keeps it in its log folder. It ends the other ranks at once, maybe
-    before they have printed their errors.
+    torchrun prints that error as the root cause and keeps it in its log folder. It ends the other ranks immediately,
+    maybe before they have printed their errors.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return script

@@ -300,7 +300,8 @@ class _Picture:
                 below += share * _ROW
             if piece.event is None:
                 continue
-            at, width = piece.event.instruction, piece.right - piece.left
+            at = piece.event.instruction
+            width = piece.right - piece.left
             colour = block_colour(at.op, at.chunk, timeline.num_chunks)
             self._box(x, top, max(width - 0.7, 0.6), _ROW, colour)
             lines = labels.lines(block_name(at, labels.chunks))

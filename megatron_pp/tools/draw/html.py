@@ -122,7 +122,8 @@ class _Columns:
 
     def add(self, typecode: str, values: Iterable[Any]) -> list[int]:
         """Appends a column of little-endian 32-bit values: whole numbers (``I``) or floats (``f``)."""
-        column, offset = array(typecode, values), len(self.data)
+        column = array(typecode, values)
+        offset = len(self.data)
         self.data += column.tobytes()
         return [offset, len(column)]
 
@@ -179,7 +180,8 @@ def _described(timeline: Timeline, data: bytearray) -> dict[str, Any]:
         raise PlanError(
             f"the page shows at most {_MOST_CHUNKS} chunks and {_MOST_MICROBATCHES} microbatches (or slices of them)"
         )
-    columns, (most, of_all) = _Columns(timeline, data), _MOST_MEMORY_STEPS
+    columns = _Columns(timeline, data)
+    most, of_all = _MOST_MEMORY_STEPS
     most = min(most, of_all // len(timeline.lanes))
     each = zip(timeline.lanes, timeline.sent(), timeline.stages, strict=True)
     shades = [[block_colour(op, c, timeline.num_chunks) for c in range(timeline.num_chunks)] for op in _COMPUTE]

@@ -177,7 +177,8 @@ def simulated_timeline(
     """The timeline of a simulated or recorded step. The memory of each rank is in bytes if ``shape`` is given,
     otherwise
     in microbatches."""
-    plan, spec = simulation.plan, simulation.plan.spec
+    plan = simulation.plan
+    spec = simulation.plan.spec
     lanes = []
     for rank in range(len(plan.programs)):
         lane = Lane(f"rank {rank}")

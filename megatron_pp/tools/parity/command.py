@@ -134,7 +134,8 @@ def compare_engines(
 ) -> tuple[dict[str, Comparison], bool | None]:
     """The comparison of each engine with one process, and whether two engines compute the same bits. If so, their
     comparisons are equal, and the second engine is not run in float64."""
-    found, same = Comparison(), None
+    found = Comparison()
+    same = None
     compared: dict[str, Comparison] = {}
     for engine in engines:
         say(f"{layout.label() or 'one process'}, schedule: {engine}")
@@ -148,7 +149,8 @@ def compare_engines(
 def compare(runs: Runs, layout: Layout, engine: str, say: Callable[[str], None]) -> Comparison:
     """The comparison in float32. If it is not equal to the bit, a run in float64 separates faults from rounding. A
     difference that does not occur in float64 is a fault only if it is very large in float32."""
-    alone, exact = runs.alone(layout, "float32"), runs.exact(layout)
+    alone = runs.alone(layout, "float32")
+    exact = runs.exact(layout)
     records = runs.layout(layout, engine, "float32")
     found = compare_records(records, alone, exact)
     if found.verdict == EQUAL or runs.notes:

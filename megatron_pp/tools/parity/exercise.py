@@ -13,7 +13,7 @@ REFUSED = {
     "--use-megatron-fsdp": _SHARDED,
     "--use-custom-fsdp": _SHARDED,
     "--use-torch-fsdp2": _SHARDED,
-    "--yaml-cfg": "parity reads sizes from flags. Give those of the file as flags",
+    "--yaml-cfg": "parity reads sizes from flags. Give the sizes of the file as flags",
 }
 _PACKED = "parity makes no packed sequences; their attention needs Transformer Engine and a GPU"
 NOT_MADE = {

@@ -34,7 +34,9 @@ class Pipeline:
     ``pipeline_schedule``. One rank with one chunk runs without a schedule, microbatch by microbatch."""
 
     def __init__(self, pp: int = 1, vp: int = 1, **fields: Any) -> None:
-        self.pp, self.vp, self.fields = pp, vp, fields
+        self.pp = pp
+        self.vp = vp
+        self.fields = fields
 
 
 def compare(
@@ -60,7 +62,8 @@ def compare(
     Raises RunError if a rank fails, and ScheduleInputError if there are fewer layers than stages.
     """
     reference = Pipeline() if reference is None else reference
-    layers, stages = len(make_model()), max(one.pp * one.vp for one in (layout, reference))
+    layers = len(make_model())
+    stages = max(one.pp * one.vp for one in (layout, reference))
     if layers < stages:
         raise ScheduleInputError(f"{layers} layers cannot be divided into {stages} stages")
     with tempfile.TemporaryDirectory() as folder:

@@ -148,12 +148,15 @@ def _train(program: Program, run: _RunOfProgram, weights: str, saved: str) -> Re
         float64.compute_in_float64()
     if run.engine == OURS:
         program.plugin()
-    steps, alone, words = program.steps, run.engine is None, run.layout.flags.words()
+    steps = program.steps
+    alone = run.engine is None
+    words = run.layout.flags.words()
     first = at = 0
     if run.layout.checkpoint:
         at = steps
         if run.restored:
-            first, steps = at, 2 * at
+            first = at
+            steps = 2 * at
             words += ["--load", run.restored]
         else:
             # A run ends within its last step, before it could save; so it makes one step more than it saves.
@@ -197,7 +200,8 @@ def _write_in_this_process() -> None:
     would import the script again. Also turns off its reports of memory."""
     writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     writer._results_queue = Queue()
-    writer.HAVE_PSUTIL, writer._process_memory = True, lambda: 0
+    writer.HAVE_PSUTIL = True
+    writer._process_memory = lambda: 0
 
 
 def prepare(program: Program) -> None:

@@ -83,7 +83,10 @@ class _Examination:
     """The examination of a script, in the process of its rank."""
 
     def __init__(self, flags: Callable[[Seen], Flags], world: int, folder: Path, schedule: bool) -> None:
-        self.flags, self.world, self.folder, self.schedule = flags, world, folder, schedule
+        self.flags = flags
+        self.world = world
+        self.folder = folder
+        self.schedule = schedule
         self.seen = Seen()
         self.process = os.getpid()
 
@@ -113,7 +116,8 @@ class _Examination:
         given = sys.argv[1:] if args is None else list(args)
         if given == sys.argv[1:] and all(name in parser._option_string_actions for name in _MEGATRONS):
             parser.allow_abbrev = False  # parity does not resolve abbreviations
-            self.seen.megatrons_parser, self.seen.options = True, _options_of(parser)
+            self.seen.megatrons_parser = True
+            self.seen.options = _options_of(parser)
             sys.argv[1:] = given = self.flags(self.seen).words()
         return original(parser, given, *rest, **named)
 
@@ -188,7 +192,7 @@ class _Examination:
         self._end()
 
     def _end(self) -> NoReturn:
-        """Ends the process at once, so that the script cannot catch an exception."""
+        """Ends the process immediately, so that the script cannot catch an exception."""
         if os.getpid() == self.process:
             (self.folder / "rank0.result").write_bytes(pickle.dumps(self.seen))
         os._exit(0)

@@ -139,7 +139,8 @@ def _less(flags: Flags, name: str, value: int) -> Flags:
 def _layers(layout: Layout) -> Flags:
     """The flags with one layer for each model chunk; two if layers differ from each other or are recomputed in
     groups."""
-    flags, stages = layout.flags, layout.size("PP") * layout.size("VPP")
+    flags = layout.flags
+    stages = layout.size("PP") * layout.size("VPP")
     if of.HYBRID in flags:
         return flags.set(of.HYBRID, _pattern(flags.text(of.HYBRID), layout.size("PP"))).without("--num-layers")
     if of.LAYOUT in flags:
@@ -171,7 +172,8 @@ def _pattern(text: str, stages: int) -> str:
 
 def _dense_layers(layout: Layout) -> Flags:
     """The flags with only the first layer dense, if a list says which layers have experts."""
-    flags, listed = layout.flags, "[" in layout.flags.text("--moe-layer-freq")
+    flags = layout.flags
+    listed = "[" in layout.flags.text("--moe-layer-freq")
     rest = flags.number("--num-layers", 1) - 1
     return flags.set("--moe-layer-freq", f"([0]*1+[1]*{rest})") if listed else flags
 
@@ -250,7 +252,9 @@ def _experts(layout: Layout) -> Flags:
 def _others(layout: Layout) -> Flags:
     """The flags with a short sequence, a small vocabulary and few microbatches: two for each stage, more if chunks need
     more, and at least two."""
-    flags, pp, dp = layout.flags, layout.size("PP"), layout.size("DP")
+    flags = layout.flags
+    pp = layout.size("PP")
+    dp = layout.size("DP")
     multiple = 2 * layout.size("CP") * layout.size("TP")
     sequence = multiple * math.ceil(_SEQUENCE / multiple)
     flags = _less(flags, "--seq-length", sequence)

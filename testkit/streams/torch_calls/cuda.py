@@ -111,7 +111,9 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         lane = self._device.stream if stream is None else stream.lane
-        self._clock, self._pending, self._number = dict(lane.now()), set(lane.unfinished()), lane.record()
+        self._clock = dict(lane.now())
+        self._pending = set(lane.unfinished())
+        self._number = lane.record()
         self._was_captured = self._device.process.is_capturing()
         self._time = 1e-3 * self._device.operations + self._device.slept
 

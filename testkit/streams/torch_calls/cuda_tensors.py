@@ -65,7 +65,8 @@ class CudaTensors(TorchFunctionMode):
         """Call ``func`` on CPU tensors, and record the device that it was given."""
         if not kwargs:
             return func(*args)
-        before, given = self.target, kwargs.get("device")
+        before = self.target
+        given = kwargs.get("device")
         if kwargs.pop("pin_memory", False):
             self.target = "cpu"
         elif given is not None:
@@ -83,7 +84,8 @@ class CudaTensors(TorchFunctionMode):
     # -- functions with special treatment -----------------------------------------------------------------------------
 
     def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        target, rest = kwargs.get("device"), list(args)
+        target = kwargs.get("device")
+        rest = list(args)
         if target is not None:
             kwargs["device"] = CPU
         elif rest and isinstance(rest[0], torch.Tensor):

@@ -78,7 +78,9 @@ class _Recorder(PassingMode):
 
     def __init__(self, device: VirtualDevice, tensors: CudaTensors, checks: bool) -> None:
         super().__init__()
-        self.device, self.tensors, self.checks = device, tensors, checks
+        self.device = device
+        self.tensors = tensors
+        self.checks = checks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -94,7 +94,7 @@ def test_receives_that_can_hang_are_warned_of(
     run_in_threads(2, 2, ToyData(4), network=DeviceNetwork(2), overlap_p2p_comm=True, device_sync=given)
     said = [record.message for record in caplog.records if "config.device_sync is False" in record.message]
     assert len(said) == warned
-    assert all("two ranks that wait so at once hang" in sentence for sentence in said)
+    assert all("two ranks that wait so at the same time hang" in sentence for sentence in said)
 
 
 @pytest.mark.parametrize("policy", [{"overlap_p2p_comm": True}, {"batch_p2p_comm": True}, {"batch_p2p_comm": False}])

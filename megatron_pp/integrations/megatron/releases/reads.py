@@ -137,7 +137,7 @@ def names_read(source: str) -> set[str]:
 
 def _parsed(source: str) -> ast.Module:
     """The parsed source. Tries again after a SystemError: Python 3.11 keeps one count of the parser's depth for all
-    threads, so two that parse at once may raise it (python/cpython#106905)."""
+    threads, so two that parse at the same time may raise it (python/cpython#106905)."""
     for _ in range(_TRIES - 1):
         with contextlib.suppress(SystemError):
             return ast.parse(source)

@@ -54,7 +54,7 @@ def _cause_of(error: BaseException) -> BaseException:
 
 
 def watch_what_follows() -> None:
-    """From now on, also for optimizers that were made before. A second call takes classes that have come since."""
+    """Watch all optimizers, also those made before. A second call adds classes that were loaded since."""
     for kind in optimizers():
         theirs = vars(kind).get("step")
         if theirs is not None and not isinstance(theirs, WatchedStep):

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=8)
 def takes_side(shapes_of: Any) -> bool:
-    """Whether Megatron's `get_tensor_shapes` is asked for what a stage receives or for what it sends."""
+    """Whether Megatron's `get_tensor_shapes` returns the shapes that a stage receives or those that it sends."""
     return {"pp_group", "is_recv"} <= inspect.signature(shapes_of).parameters.keys()
 
 
 class MegatronHost(Host):
-    """Of one call of a schedule of Megatron-core's: ``arguments`` are its keywords, ``installed`` the settings of
+    """The host of one call of a Megatron-core schedule: ``arguments`` are its keywords, ``installed`` the settings of
     `install()`.
     """
 
@@ -181,9 +181,9 @@ class MegatronHost(Host):
         return shapes, list(shapes)
 
     def ask(self, config: Any, **side: Any) -> list[Any]:
-        """What `get_tensor_shapes` says, of a ``side`` of a stage where it takes one. Interleaved schedules make no use
-        of `decoder_seq_length`, nor of what the program has put around that function: it has to change their
-        `seq_length`."""
+        """The shapes from `get_tensor_shapes`, of a ``side`` of a stage if it takes one. Interleaved schedules use
+        neither `decoder_seq_length` nor the function with which a program has wrapped `get_tensor_shapes`: such a
+        program has to change their `seq_length`."""
         inputs, groups = self.inputs, self.inputs.pg_collection
         shapes_of = self.megatron.schedules.get_tensor_shapes
         return (inspect.unwrap(shapes_of) if inputs.chunked else shapes_of)(

@@ -102,7 +102,7 @@ class KnownSteps(MicrobatchSteps):
     def backward(
         self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
     ) -> Activation:
-        """Of several outputs the first, as in Megatron."""
+        """Run the backward of the first output if there are several, as Megatron does."""
         given = input_tensor, _first(output), _first(output_grad)
         return timed_backward(self.timers, *given, self.grad_scale_func)
 

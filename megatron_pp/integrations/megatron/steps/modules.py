@@ -149,7 +149,7 @@ def _module_of(name: str, grid: Any) -> Module | None:
 
 
 class _BridgeParts:
-    """Cuts and joins tensors by Megatron's own functions, those of the bridge that an edge belongs to."""
+    """Cuts and joins tensors by Megatron's own functions, from the bridge that an edge belongs to."""
 
     def __init__(self, communicator: Any) -> None:
         self.bridges = {(one.src_module_name, one.dest_module_name): one for one in communicator.bridge_comms}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _WRITERS = "megatron.training.global_vars"
 NAMES = ("pipeline/bubble {}", "pipeline/exposed wait {} (ms)", "pipeline/time {} (ms)")
-"""Of each, the mean over the pipeline's ranks and the max."""
+"""Of each name the mean and the maximum over the pipeline's ranks are written."""
 
 
 def scalars(every: int) -> TensorBoardScalars | None:
@@ -59,8 +59,8 @@ class TensorBoardScalars:
 
 @dataclass(frozen=True)
 class PipelineScalars:
-    """Of one pipeline: each rank gives its numbers, and the one with the writer writes those of all, as soon as they
-    have come, when a step begins or ends."""
+    """The scalars of one pipeline. Each rank gives its numbers. The rank with the writer writes the numbers of all when
+    a step begins or ends, as soon as they have arrived."""
 
     writer: Any
     every: int

@@ -69,7 +69,7 @@ def _are_in_v(chunks: Sequence[Any]) -> bool:
 
 
 def check_handed_back(reason: str, model: Any) -> None:
-    """Raises ScheduleInputError for model chunks in a v, which Megatron's own schedules would run as those of a loop.
+    """Raises ScheduleInputError for model chunks in a v, which Megatron's own schedules would run as chunks of a loop.
     ``reason``: why the engine does not serve the step."""
     if isinstance(model, (list, tuple)) and _are_in_v(model):
         raise ScheduleInputError(

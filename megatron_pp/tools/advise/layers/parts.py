@@ -92,7 +92,8 @@ def _core(model: LayerSizes, query: float, value: float, pairs: float, reached: 
     an all-to-all. Kernels that are not fused keep a score for each pair of tokens (5 a s s b in arXiv 2205.05198; 3 of
     the 5 are dropout's).
     """
-    shape, ranks = model.shape, model.shape.context_parallel
+    shape = model.shape
+    ranks = model.shape.context_parallel
     pairs_of_tokens = model.heads * shape.tokens * shape.seq_length / shape.context_parallel / shape.tensor_parallel
     of_each = (2.5 if model.dropout else 1.0) * shape.element_bytes
     scores = of_each * pairs_of_tokens if shape.recompute == NONE else 0.0
@@ -148,7 +149,8 @@ def sparse_attention(model: LayerSizes) -> list[Part]:
     shape, indexer = model.shape, model.indexer
     assert model.latent is not None
     width = indexer.heads * indexer.dim
-    rows, into = shape.tokens, indexer.dim + indexer.heads
+    rows = shape.tokens
+    into = indexer.dim + indexer.heads
     queries = _products(model, rows, model.latent.q_rank or shape.hidden_size, width)
     scores = Part(core=2 * rows * _keys(model) * width)
     return [*latent_attention(model, indexer.topk), queries, _products(model, rows, shape.hidden_size, into), scores]
@@ -156,7 +158,8 @@ def sparse_attention(model: LayerSizes) -> list[Part]:
 
 def _feed_forward(model: LayerSizes, rows: float, width: float, *modules: str) -> list[Part]:
     """The products of a feed-forward part with ``width`` on this rank, and the activation function between them."""
-    h, gate = model.shape.hidden_size, 2 if model.gated else 1
+    h = model.shape.hidden_size
+    gate = 2 if model.gated else 1
     nbytes = rows * model.shape.element_bytes * width
     first = _products(model, rows, h, gate * width, *modules, kept=gate * nbytes, late=gate * nbytes)
     second = _products(model, rows, width, h, *modules)
@@ -176,7 +179,8 @@ def moe(model: LayerSizes) -> list[Part]:
     """
     shape = model.shape
     h = model.moe_latent or model.shape.hidden_size
-    nbytes, copies = shape.element_bytes, model.top_k
+    nbytes = shape.element_bytes
+    copies = model.top_k
     rows = model.shape.tokens / shape.tensor_parallel * copies * model.expert_tensor
     width = model.expert_width / model.expert_tensor
     first, act, second = _feed_forward(replace(model, shape=replace(shape, hidden_size=h)), rows, width, "moe")

@@ -134,7 +134,8 @@ def _imported() -> tuple[Any, list[str]]:
     utils = importlib.import_module("megatron.core.utils")
     assumed = _assume_libraries(utils)
     package: Any = types.ModuleType("megatron.training")
-    package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+    package.__path__ = list(spec.submodule_search_locations)
+    package.__spec__ = spec
     package.__getattr__ = _not_imported
     sys.modules["megatron.training"] = package
     return importlib.import_module("megatron.training.arguments"), assumed
@@ -230,7 +231,8 @@ def _parse(parser: argparse.ArgumentParser, original: Any, seen: _Seen) -> argpa
     vars(parser)["error"] = _raise_usage
     vars(parser)["exit"] = _raise_usage
     words = list(seen.words)
-    found, unknown = argparse.Namespace(), []
+    found = argparse.Namespace()
+    unknown = []
     for _ in range(_MOST_ERRORS):
         try:
             found, unknown = original(parser, words, argparse.Namespace())

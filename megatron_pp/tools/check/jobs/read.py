@@ -152,6 +152,10 @@ def _shell(given: Given, by_table: bool = False) -> Job:
     if left:
         text = f"not read, because {first} does not set their variables: {', '.join(left)}"
         found.append(Finding("variables-not-set", NOTE, text))
+    if command.unknown:
+        unknown = ", ".join(command.unknown).replace(f"${{{shell.PRINTED}}}", "$(...)")
+        text = f"not known, so all their branches were read, and the later one wins: {unknown}"
+        found.append(Finding("conditions-not-known", NOTE, text))
     if command.program == "verl":
         changes = [word for word in words if "=" in word and not word.startswith("--")]
         job = files.job_of_values("verl", files.changes_of(changes, first), given.gpus, first)
@@ -189,7 +193,9 @@ def _set_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _megatron_in_shell(given: Given, command: shell.Command, words: list[str]) -> Job:
-    first, script, found = given.words[0], command.script, []
+    first = given.words[0]
+    script = command.script
+    found = []
     place = next((one for one in (Path(first).parent / script, Path(script)) if one.is_file()), None)
     nodes = shell.number_behind(command.launcher, "--nnodes")
     each = shell.number_behind(command.launcher, "--nproc-per-node")

@@ -1,7 +1,8 @@
 """Finds the training command in a shell script without running the script.
 
-Variables, arrays and sourced files are read as a shell would read them. Commands are not run, and conditions and loops
-are ignored: both branches of an `if` count, and the later branch wins. An unknown variable is left as it is written.
+Variables, arrays, conditions and sourced files are read as a shell would read them. Commands are not run, and the body
+of a loop is read once. An unknown variable is left as it is written. If a condition is not known, all of its branches
+are read, and the later one wins.
 """
 
 from __future__ import annotations
@@ -13,21 +14,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_pp.plan.costs.files import read_text
+from megatron_pp.tools.check.jobs.conditions import JOINTS, TESTS, Branches, is_open_test, truth
 from megatron_pp.tools.check.jobs.errors import UnreadableError
+from megatron_pp.tools.check.jobs.shell_words import expanded
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)\Z", re.DOTALL)
-_USED = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
-_COMMENT = re.compile(r"(^|\s)#.*")
 PRINTED = "WHAT_A_COMMAND_PRINTS"
-_ENDS = {";", "\n", "&", "|", "&&", "||"}
+_ENDS = {";", ";;", "\n", "&", "|", *JOINTS}
 _SWIFT = ("sft", "pt", "rlhf", "pretrain")
 
 
 @dataclass
 class Command:
-    """A training command: its program, its script or module, the words after the script, whether ``script`` is a
-    module,
-    the variables that are set for it, and the words of the launcher before it."""
+    """A training command.
+
+    words      the words after the script
+    module     whether ``script`` is a module
+    variables  the variables that are set for it
+    launcher   the words of the launcher before it
+    unknown    conditions of the shell script that are not known, and that decide about a variable
+    """
 
     program: str
     script: str
@@ -35,48 +41,94 @@ class Command:
     module: bool = False
     variables: dict[str, list[str]] = field(default_factory=dict)
     launcher: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
 
 
 def read_shell(path: str) -> Command:
     """The training command of a shell script. If it has several, the longest. Raises UnreadableError if it has none."""
-    variables: dict[str, list[str]] = {}
-    commands = [found for words in _statements(Path(path), variables) if (found := _command(words))]
+    seen = _Seen()
+    commands = [found for words in _statements(Path(path), seen) if (found := _command(words))]
     if not commands:
         known = "a Python script with flags such as --num-layers 32, `megatron sft`, or `-m verl.trainer...`"
         raise UnreadableError(f"{path} has no training command that check knows: {known}")
     command = max(commands, key=lambda one: len(one.words))
-    command.variables = {**variables, **command.variables}
+    command.variables = {**seen.variables, **command.variables}
+    command.unknown = list(dict.fromkeys(seen.unknown))
     return command
 
 
-def _statements(path: Path, variables: dict[str, list[str]], depth: int = 0) -> Iterator[list[str]]:
-    """The expanded words of each command."""
+@dataclass
+class _Seen:
+    """What the statements that were read have left.
+
+    joint     what is between the previous statement and this one, such as ``&&``
+    before    whether the previous statement succeeded; None if that is not known
+    tested    the previous statement, if it is a test
+    """
+
+    variables: dict[str, list[str]] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    branches: Branches = field(default_factory=Branches)
+    joint: str = "\n"
+    before: bool | None = None
+    tested: str = ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether the present statement counts."""
+        skipped = {"&&": self.before is False, "||": self.before is True}
+        return self.branches.runs is not False and not skipped.get(self.joint, False)
+
+    def assign(self, name: str, words: list[str], adds: bool) -> None:
+        if not self.runs:
+            return
+        self.unknown += self.branches.unknown
+        if self.joint in JOINTS and self.tested and self.before is None:
+            self.unknown.append(self.tested)
+        self.variables[name] = [*(self.variables.get(name, []) if adds else []), *words]
+
+    def end(self, statement: list[str], joint: str) -> None:
+        """Notes that a statement has ended."""
+        if self.runs:
+            tests = statement[:1] != [] and (statement[0] in TESTS or statement[0] == "!")
+            self.before = truth(statement, self.variables) if tests else None
+            self.tested = " ".join(statement) if tests else ""
+        self.joint = joint
+
+
+def _statements(path: Path, seen: _Seen, depth: int = 0) -> Iterator[list[str]]:
+    """The expanded words of each command that runs, or that may run."""
     tokens = _tokens(path)
     statement: list[str] = []
     at = 0
     while at <= len(tokens):
         token = tokens[at] if at < len(tokens) else "\n"
+        if not statement and at < len(tokens):
+            after = seen.branches.read(tokens, at, seen.variables)
+            if after > at:
+                at, seen.joint = after, token
+                continue
         at += 1
         assigned = _ASSIGNED.fullmatch(token)
         if assigned and not assigned[3] and at < len(tokens) and tokens[at] == "(":
             words, at = _array(tokens, at + 1)
-            words = [each for word in words for each in expanded(word, variables)]
-            variables[assigned[1]] = [*(variables.get(assigned[1], []) if assigned[2] else []), *words]
-        elif token in _ENDS:
-            words = _without_assignments(statement, variables)
-            if words[:1] in (["source"], ["."]) and len(words) > 1 and depth < 5:
-                yield from _sourced(path, " ".join(words[1:]), variables, depth)
-            elif words:
+            words = [each for word in words for each in expanded(word, seen.variables)]
+            seen.assign(assigned[1], words, bool(assigned[2]))
+        elif token in _ENDS and not is_open_test(statement):
+            words = _without_assignments(statement, seen)
+            runs = seen.runs
+            seen.end(statement, token)
+            if runs and words[:1] in (["source"], ["."]) and len(words) > 1 and depth < 5:
+                yield from _sourced(path, " ".join(words[1:]), seen, depth)
+            elif runs and words:
                 yield words
             statement = []
-        else:
+        elif statement or token not in ("do", "{"):
             statement.append(token)
 
 
 def _tokens(path: Path) -> list[str]:
-    lines = [line if "'" in line or '"' in line else _COMMENT.sub("", line) for line in read_text(path).split("\n")]
-    lines = [line for line in lines if not line.lstrip().startswith("#")]
-    text = _without_substitutions(re.sub(r"\\\n", " ", "\n".join(line.rstrip() for line in lines)))
+    text = _without_substitutions(re.sub(r"\\\n", " ", _without_comments(read_text(path))))
     lexer = shlex.shlex(text, posix=True, punctuation_chars="();&|\n")
     lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
     try:
@@ -84,6 +136,27 @@ def _tokens(path: Path) -> list[str]:
     except ValueError as error:
         raise UnreadableError(f"{path} cannot be read as a shell script: {error}") from None
     return [part for token in found for part in _apart(token)]
+
+
+def _without_comments(text: str) -> str:
+    """The text without comments and without spaces at the ends of lines. A # within quotes or within a word is kept."""
+    found: list[str] = []
+    quote = ""
+    for line in text.split("\n"):
+        end, at = len(line), 0
+        while at < len(line):
+            one = line[at]
+            if one == "\\" and quote != "'":
+                at += 1
+            elif one in "\"'" and quote in ("", one):
+                quote = "" if quote else one
+            elif one == "#" and not quote and (at == 0 or line[at - 1] in " \t;&|("):
+                end = at
+                break
+            at += 1
+        if end == len(line) or line[:end].strip():  # a line that is only a comment does not end a command
+            found.append(line[:end].rstrip())
+    return "\n".join(found)
 
 
 def _without_substitutions(text: str) -> str:
@@ -101,7 +174,7 @@ def _without_substitutions(text: str) -> str:
 
 def _apart(token: str) -> list[str]:
     """The single punctuation marks of a token: the lexer joins neighbours, such as ``)\\n\\n``."""
-    return re.findall(r"&&|\|\||.|\n", token) if token and not token.strip("();&|\n") else [token]
+    return re.findall(r"&&|\|\||;;|.|\n", token) if token and not token.strip("();&|\n") else [token]
 
 
 def _array(tokens: list[str], at: int) -> tuple[list[str], int]:
@@ -117,42 +190,23 @@ def _array(tokens: list[str], at: int) -> tuple[list[str], int]:
     return words, at
 
 
-def _without_assignments(statement: list[str], variables: dict[str, list[str]]) -> list[str]:
+def _without_assignments(statement: list[str], seen: _Seen) -> list[str]:
     """The expanded words of the command. ``NAME=value`` in front of them sets variables."""
     words = list(statement)
     if words[:1] in (["export"], ["declare"], ["local"], ["readonly"]):
         words.pop(0)
     while words and (assigned := _ASSIGNED.fullmatch(words[0])):
         words.pop(0)
-        value = expanded(assigned[3], variables)
-        variables[assigned[1]] = [*(variables.get(assigned[1], []) if assigned[2] else []), *value]
-    return [each for word in words for each in expanded(word, variables)]
+        seen.assign(assigned[1], expanded(assigned[3], seen.variables), bool(assigned[2]))
+    return [each for word in words for each in expanded(word, seen.variables)]
 
 
-def expanded(word: str, variables: dict[str, list[str]]) -> list[str]:
-    """The words that the shell would make of a word of the script. A word that is only a variable may become
-    several."""
-    whole = _USED.fullmatch(word)
-    if whole is not None:
-        name = whole[1] or whole[3]
-        if name in variables:
-            return [each for value in variables[name] for each in value.split()]
-        return [whole[2].strip("\"'")] if whole[2] is not None else [word]
-
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[3]
-        return " ".join(variables[name]) if name in variables else (found[2] if found[2] is not None else found[0])
-
-    replaced = _USED.sub(value, word)
-    return replaced.split() if replaced != word and word.lstrip().startswith(("-", "$")) else [replaced]
-
-
-def _sourced(path: Path, name: str, variables: dict[str, list[str]], depth: int) -> Iterator[list[str]]:
+def _sourced(path: Path, name: str, seen: _Seen, depth: int) -> Iterator[list[str]]:
     """The statements of a sourced file. If its folder is a variable, the file is looked for beside this script."""
     relative = re.sub(r"\A\$\{?\w+\}?/|\A.*\$\(.*\)/", "", name)
     for place in (Path(name), path.parent / relative, path.parent / Path(relative).name):
         if place.is_file():
-            yield from _statements(place, variables, depth + 1)
+            yield from _statements(place, seen, depth + 1)
             return
 
 

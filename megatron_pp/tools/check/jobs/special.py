@@ -97,7 +97,8 @@ def _verl(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     if strategy not in (None, "megatron", "???"):
         text = f"{actor}.strategy is {strategy}: Megatron does not train the actor, so this answer does not apply to it"
         found.append(Finding("not-megatron", RISK, text, f"{actor}.strategy=megatron"))
-    samples, batch = values.get("actor_rollout_ref.rollout.n"), values.get(f"{actor}.ppo_mini_batch_size")
+    samples = values.get("actor_rollout_ref.rollout.n")
+    batch = values.get(f"{actor}.ppo_mini_batch_size")
     if isinstance(samples, int) and isinstance(batch, int):
         values[f"{actor}.ppo_mini_batch_size"] = batch * samples  # prompts -> sequences
     length = [values.get(f"data.max_{name}_length") for name in ("prompt", "response")]
@@ -141,7 +142,8 @@ def _torchtitan(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
         if gpus % known or (shared[1] > 0 and gpus != known):
             text = f"the degrees of [parallelism] need {known} GPUs, but the job has {gpus}"
             found.append(Finding("gpus-do-not-fit", ERROR, text, f"--gpus {known}"))
-    local, replicas = values.get("training.local_batch_size"), gpus // max(1, degrees[0] * degrees[1] * degrees[2])
+    local = values.get("training.local_batch_size")
+    replicas = gpus // max(1, degrees[0] * degrees[1] * degrees[2])
     if isinstance(local, int) and values.get("training.global_batch_size", -1) == -1:
         values["training.global_batch_size"] = local * max(1, replicas)
     return {**{f"parallelism.{name}": value for name, value in (sizes or {}).items()}, **values}, found

@@ -16,7 +16,8 @@ _ANY_COUNT = "install(any_microbatch_count=True), or megatron-pp run --any-micro
 
 def _batch(job: Job) -> Iterator[tuple[str, str]]:
     micro, replicas = whole(job, "micro_batch_size"), whole(job, "data_parallel_size")
-    batch, each = batch_of(job), micro * replicas
+    batch = batch_of(job)
+    each = micro * replicas
     if not isinstance(batch, int) or not batch or not each or batch % each == 0:
         return
     rounded = bool(job.get("decrease_batch_size_if_needed"))
@@ -42,7 +43,9 @@ def _rampup(job: Job) -> Iterator[tuple[str, str]]:
     if not numbers or len(asked) != 3:
         yield f"{named} is {asked}; it must be three numbers: first batch size, increment, samples of the ramp-up", ""
         return
-    first, more, batch = int(asked[0]), int(asked[1]), whole(job, "global_batch_size", 0)
+    first = int(asked[0])
+    more = int(asked[1])
+    batch = whole(job, "global_batch_size", 0)
     if batch and (first > batch or more < 1 or (batch - first) % more):
         text = f"{named} begins with {first} and adds {more}, which never reaches {job.spell('global_batch_size')} "
         fits = f"{named} {first} {batch - first} {asked[2]}" if first < batch else ""
@@ -76,7 +79,8 @@ def _interleaved(job: Job) -> Iterator[tuple[str, str]]:
     elif 0 < count % group < size:
         text = f"a step has {count} microbatches in groups of {group}; the last group has {count % group}, but "
         text += f"Megatron's schedule needs at least {size}, the number of pipeline ranks"
-        each, below = whole(job, "global_batch_size") // count, count // group * group
+        each = whole(job, "global_batch_size") // count
+        below = count // group * group
         batches = set_to(job, "global_batch_size", [below * each, (below + group) * each])
         yield text, either(batches, _ANY_COUNT)
 

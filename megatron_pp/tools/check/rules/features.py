@@ -43,7 +43,8 @@ def _without_pipeline(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _offloading(job: Job) -> Iterator[tuple[str, str]]:
-    named, recomputed = job.spell("cpu_offloading"), "recompute_granularity"
+    named = job.spell("cpu_offloading")
+    recomputed = "recompute_granularity"
     if job.get("cpu_offloading") and pipeline_size(job) > 1:
         yield f"Megatron refuses {named} in a pipeline", without(job, "cpu_offloading")
     if job.get("cpu_offloading") and job.get(recomputed):

@@ -24,7 +24,8 @@ def _below_one(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _heads(job: Job) -> Iterator[tuple[str, str]]:
-    tensor, heads = whole(job, "tensor_model_parallel_size"), whole(job, "num_attention_heads", 0)
+    tensor = whole(job, "tensor_model_parallel_size")
+    heads = whole(job, "num_attention_heads", 0)
     if heads and heads % tensor:
         text = f"{job.spell('num_attention_heads')} {heads} cannot be divided by "
         text += f"{job.spell('tensor_model_parallel_size')} {tensor}"
@@ -32,7 +33,8 @@ def _heads(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _groups(job: Job) -> Iterator[tuple[str, str]]:
-    tensor, groups = whole(job, "tensor_model_parallel_size"), whole(job, "num_query_groups", 0)
+    tensor = whole(job, "tensor_model_parallel_size")
+    groups = whole(job, "num_query_groups", 0)
     if job.get("group_query_attention") and groups and groups % tensor and tensor % groups:
         text = f"{job.spell('num_query_groups')} {groups} is neither a multiple nor a divisor of "
         text += f"{job.spell('tensor_model_parallel_size')} {tensor}"
@@ -47,7 +49,8 @@ def _width(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _vocabulary(job: Job) -> Iterator[tuple[str, str]]:
-    words, tensor = whole(job, "padded_vocab_size", 0), whole(job, "tensor_model_parallel_size")
+    words = whole(job, "padded_vocab_size", 0)
+    tensor = whole(job, "tensor_model_parallel_size")
     if words and words % tensor:
         text = f"{job.spell('padded_vocab_size')} {words} cannot be divided by "
         text += f"{job.spell('tensor_model_parallel_size')} {tensor}"
@@ -56,7 +59,8 @@ def _vocabulary(job: Job) -> Iterator[tuple[str, str]]:
 
 def _sequence(job: Job) -> Iterator[tuple[str, str]]:
     """The sequence length. A context-parallel rank has two pieces of a sequence; sequence parallelism divides them."""
-    length, context = whole(job, "seq_length", 0), whole(job, "context_parallel_size")
+    length = whole(job, "seq_length", 0)
+    context = whole(job, "context_parallel_size")
     tensor = whole(job, "tensor_model_parallel_size") if job.get("sequence_parallel") else 1
     split = math.lcm(2 * context if context > 1 else 1, context * tensor)
     if length and length % split:
@@ -94,7 +98,8 @@ def _heads_of_context(job: Job) -> Iterator[tuple[str, str]]:
 def _levels_of_context(job: Job) -> Iterator[tuple[str, str]]:
     given = job.get("hierarchical_context_parallel_sizes")
     levels = [int(one) for one in given if str(one).isdigit()] if isinstance(given, (list, tuple)) else []
-    context, kinds = whole(job, "context_parallel_size"), job.get("cp_comm_type", [])
+    context = whole(job, "context_parallel_size")
+    kinds = job.get("cp_comm_type", [])
     named = job.spell("hierarchical_context_parallel_sizes")
     if levels and math.prod(levels) != context:
         text = f"{named} {' x '.join(map(str, levels))} is not {job.spell('context_parallel_size')} {context}"
@@ -104,7 +109,8 @@ def _levels_of_context(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _experts(job: Job) -> Iterator[tuple[str, str]]:
-    experts, ranks = whole(job, "num_experts", 0), whole(job, "expert_model_parallel_size")
+    experts = whole(job, "num_experts", 0)
+    ranks = whole(job, "expert_model_parallel_size")
     if not experts:
         if ranks > 1:
             named = job.spell("expert_model_parallel_size")

@@ -100,7 +100,8 @@ def _checked_count(row: dict[str, Any]) -> int:
     if unknown or "forward_ms" not in row or "backward_ms" not in row:
         problem = f"{unknown[0]!r} is not known" if unknown else "forward_ms and backward_ms are needed"
         raise PlanError(f"a layer: {problem}; a layer may have {', '.join(_KEYS)}")
-    kind, count = row.get("kind", DECODER), row.get("count", 1)
+    kind = row.get("kind", DECODER)
+    count = row.get("count", 1)
     if kind not in (*LETTERS, PART):
         raise PlanError(f"the kind of a layer is {kind!r}; it must be one of {', '.join((*LETTERS, PART))}")
     if type(count) is not int or count < 1:
@@ -152,7 +153,8 @@ def _from_measured(content: dict[str, Any]) -> FileCosts:
     run = file.run or MeasuredStep()
     ranks = run.pipeline_size or None
     sizes = (run.micro_batch_size or None, run.seq_length or None)
-    host, copies = None, file.copies
+    host = None
+    copies = file.copies
     if copies is not None and run.device not in ("", "cpu"):
         host = min(copies.to_host, copies.to_device) * memory / time or None
     if network is None:

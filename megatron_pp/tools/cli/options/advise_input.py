@@ -346,7 +346,8 @@ class _Models:
     def _traced(self, traced: Findings) -> Model:
         """The model with the times of the trace. Traces have no memory, so the memory of the options is shared
         equally."""
-        costs, ranks = traced.costs, self.ranks
+        costs = traced.costs
+        ranks = self.ranks
         each = zip(costs.forward, costs.backward_input, costs.weight, strict=True)
         kept, static = (_one(self.args, name) * ranks / costs.num_stages for name in ("activation_gb", "static_gb"))
         layers = tuple(layer(PART, f, i, w, kept, static) for f, i, w in each)

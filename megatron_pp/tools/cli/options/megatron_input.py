@@ -87,7 +87,8 @@ def fill(args: argparse.Namespace) -> OfMegatron | None:
         return None
     refuse(args, _NOT_BESIDE, "does not go with --megatron-args, which has its own pipeline")
     job = job_of(args.megatron_args, args.data_parallel or 1)
-    named, chunks = args.schedule, chunks_of(job)
+    named = args.schedule
+    chunks = chunks_of(job)
     group = int(job.get("microbatch_group_size_per_vp_stage") or 0)
     own: dict[str, Any] = {"pipeline_size": pipeline_size(job)}
     if named is None and args.compare is None:

@@ -60,7 +60,8 @@ def show_memory(found: Sequence[DeviceMemory], console: Console) -> None:
         print_line(console, explained)
     if any(one.outside_at_most for one in found):
         most = max(found, key=lambda one: one.outside_at_most)
-        known, more = size_label(most.of_communicators + most.context), size_label(MEASURED_MORE)
+        known = size_label(most.of_communicators + most.context)
+        more = size_label(MEASURED_MORE)
         print_line(
             console,
             f"Communicators and context, at most {known} on a rank, are estimated for NVLink. Only one process was "

@@ -298,7 +298,8 @@ def _check_sizes(args: argparse.Namespace, families: Sequence[Family]) -> None:
             for size in sizes:
                 if size not in (None, mine):
                     raise UsageError(f"{name} is a schedule of {mine} {what}, but {way} is {size}")
-        one, other = shapes[0][1], shape
+        one = shapes[0][1]
+        other = shape
         if (one.pipeline_size, one.num_microbatches) != (other.pipeline_size, other.num_microbatches):
             raise UsageError(
                 f"{shapes[0][0]} is a schedule of {one.num_microbatches} microbatches on {one.pipeline_size} ranks, "

@@ -102,7 +102,8 @@ def compare_records(records: list[Record], alone: Record, exact: Record, unit: f
     last = max((key.step for key in alone.values), default=0)
     for key, right in alone.values.items():
         parts = held.pop(key, [])
-        allowed, truth = noise[key.step, key.kind, key.name], exact.values[key].data
+        allowed = noise[key.step, key.kind, key.name]
+        truth = exact.values[key].data
         if not parts and _may_be_missing(key, last, records):
             continue
         if not parts:
@@ -151,7 +152,8 @@ def same_bits(records: list[Record], others: list[Record]) -> bool:
 
 def _stage(record: Record, name: str) -> int | None:
     """The stage that has the parameter. Chunk c of rank r is stage c x PP + r."""
-    chunk, place = record.stage.get(name), record.place
+    chunk = record.stage.get(name)
+    place = record.place
     return None if chunk is None or place is None else chunk * place.size["PP"] + place.rank["PP"]
 
 

@@ -41,7 +41,9 @@ def smallest(layout: Layout, found: Comparison, compare: Compare) -> Smallest:
 
 class _FaultSearch:
     def __init__(self, layout: Layout, found: Comparison, compare: Compare) -> None:
-        self.layout, self.comparison, self.compare = layout, found, compare
+        self.layout = layout
+        self.comparison = found
+        self.compare = compare
 
     def drop_parts(self) -> None:
         """Delta debugging: removes groups of half the parts, of a quarter, and so on, until no single part can be
@@ -81,7 +83,8 @@ class _FaultSearch:
             return False
         if found.verdict != DIFFERENT:
             return False
-        self.layout, self.comparison = layout, found
+        self.layout = layout
+        self.comparison = found
         return True
 
 

@@ -39,7 +39,8 @@ def _squares(step: int, records: list[Record], exact: Record) -> tuple[dict[str,
     for key, value in exact.values.items():
         if key.kind != GRADIENT or key.step != step:
             continue
-        kind, truth = _kind(key.name), value.data
+        kind = _kind(key.name)
+        truth = value.data
         whole[kind] = whole.get(kind, 0.0) + float(np.sum(truth**2))
         behind.setdefault(kind, 0.0)
         parts = {}

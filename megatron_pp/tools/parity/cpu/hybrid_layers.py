@@ -163,7 +163,9 @@ class GatedNorm(torch.nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        self.eps, self.group_size, self.norm_before_gate = eps, group_size or hidden_size, norm_before_gate
+        self.eps = eps
+        self.group_size = group_size or hidden_size
+        self.norm_before_gate = norm_before_gate
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
 
@@ -193,7 +195,8 @@ def split_convolved_scan(
     has
     the shape (batch, sequence, sizes of z, x, B, C and dt together). Returns (batch, sequence, heads x head size)."""
     heads, size = len(A), headdim or D.shape[-1]
-    inner, channels = heads * size, len(conv1d_weight)
+    inner = heads * size
+    channels = len(conv1d_weight)
     z, convolved, step = zxbcdt.split([inner, channels, heads], dim=-1)
     width = conv1d_weight.shape[-1]
     padded = nn_functions.pad(convolved.transpose(1, 2), (width - 1, 0))

@@ -1,4 +1,4 @@
-"""Replaces functions of Megatron-core and torch by functions of ours that get the original."""
+"""Replaces functions of Megatron-core and torch by our functions, which get the original as an argument."""
 
 import functools
 from collections.abc import Callable

@@ -133,7 +133,8 @@ def own_range(chunk: Any, parameter: torch.nn.Parameter) -> tuple[int, int] | No
         if not buffer.ddp_config.use_distributed_optimizer:
             return None
         first, last, number = buffer.param_index_map[parameter][:3]
-        bucket, group = buffer.buckets[number], buffer.data_parallel_group
+        bucket = buffer.buckets[number]
+        group = buffer.data_parallel_group
         length = bucket.grad_data.numel() // group.size()
         begin = bucket.offset + group.rank() * length
         return max(first, begin) - first, max(0, min(last, begin + length) - first)

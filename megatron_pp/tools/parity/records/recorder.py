@@ -111,8 +111,12 @@ class Recorder:
         logging: bool = False,
         dropout: bool = False,
     ) -> None:
-        self.steps, self.weights, self.alone, self.saved = steps, weights, alone, saved
-        self.logging, self.dropout = logging, dropout
+        self.steps = steps
+        self.weights = weights
+        self.alone = alone
+        self.saved = saved
+        self.logging = logging
+        self.dropout = dropout
         self.totals: dict[str, Any] = {}  # sums of Megatron's loop between two lines of its log
         self.stepped = False  # the optimizer has made its step since the last call of a schedule
         self.record = Record()
@@ -356,7 +360,8 @@ class Recorder:
 
     def _note(self, kind: str, name: str, microbatch: int, tensor: torch.Tensor, dim: int) -> None:
         """Records a tensor. Its dimension ``dim`` is the sequence."""
-        place, length = self.place, tensor.shape[dim]
+        place = self.place
+        length = tensor.shape[dim]
         positions = torch.arange(length)
         if not self.alone:
             positions = positions_of(self.sequence, place.rank["CP"], place.size["CP"])

@@ -18,7 +18,7 @@ _PATIENCE = 10.0  # seconds to wait until killed processes have ended
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once, after flushing its output. Exit functions of the script do not run."""
+    """Ends this process immediately after flushing its output. Exit functions of the script do not run."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

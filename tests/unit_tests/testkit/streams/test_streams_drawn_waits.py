@@ -31,7 +31,7 @@ def spec_of(schedule: str, rng: random.Random) -> PlanSpec:
             return spec
 
 
-@pytest.mark.parametrize(("n", "schedule"), enumerate(UNTIED))
+@pytest.mark.parametrize(("n", "schedule"), list(enumerate(UNTIED)))
 def test_no_default_plan_hangs(n: int, schedule: str) -> None:
     """Shares take turns over schedules and over the times that each one runs."""
     for seed in range(TIMES):

@@ -123,7 +123,8 @@ def loss_func(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, t
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
     batch = next(data_iterator)
-    positions, mask = batch["position_ids"], batch.get("attention_mask")
+    positions = batch["position_ids"]
+    mask = batch.get("attention_mask")
     if FAULT == "positions" and get_args().pipeline_model_parallel_size > 1:
         positions = torch.arange(positions.shape[1]).expand_as(positions)
     if FAULT == "mask" and get_args().pipeline_model_parallel_size > 1:

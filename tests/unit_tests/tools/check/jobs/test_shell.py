@@ -129,6 +129,79 @@ def test_a_megatron_script(tmp_path: Path) -> None:
     assert any(one.name == "other-number-of-gpus" for one in read(tmp_path, MEGATRON, gpus=4).found)
 
 
+BRANCHES = """\
+SIZE="800M" # or "8B"; don't use others
+case "${SIZE}" in
+    "800M")
+        HIDDEN=1024
+        ;;
+    8B|"16B") HIDDEN=4096;;
+    *)
+        echo "Invalid"
+        exit 1
+esac
+DTYPE=bf16
+DATA=${4:-"MOCK"}
+EXTRA=()
+if [[ "$DTYPE" == "fp8" ]]; then
+    EXTRA+=("--fp8-format hybrid")
+fi
+if [[ "$TOKENIZER" == "x" && 1 -eq 2 ]] || [ "$DATA" = MOCK ]; then
+    EXTRA+=("--mock-data")
+elif [ -z "$DATA" ]
+then
+    EXTRA+=(--data-path other)
+else
+    EXTRA+=(--data-path "$DATA")
+fi
+[[ "$SIZE" == 8* ]] && EXTRA+=(--swiglu)
+[ "$DTYPE" != bf16 ] && EXTRA+=(--fp16)
+[ "$DTYPE" = bf16 ] || EXTRA+=(--fp16)
+if [ ! -f data.bin ]; then
+    echo "no data"
+    exit 1
+fi
+if [ $((NODES % 2)) -eq 0 ]; then PARALLEL=2; else PARALLEL=4; fi
+test -n "${WANDB_API_KEY}" && EXTRA+=(--log-params-norm)
+if true; then if false; then EXTRA+=(--recompute-activations); fi; fi
+torchrun pretrain_gpt.py --num-layers 8 --hidden-size $HIDDEN ${EXTRA[@]} --tensor-model-parallel-size $PARALLEL
+"""
+
+
+def test_a_branch_that_does_not_run_is_not_read(tmp_path: Path) -> None:
+    """If a condition is not known, all of its branches are read, and the answer says so."""
+    job = read(tmp_path, BRANCHES)
+    assert job.given["hidden_size"] == 1024
+    assert {name for name in job.given if name in ("fp8", "data_path", "fp16", "recompute_activations")} == set()
+    assert (job.given["mock_data"], job.given["swiglu"]) == (True, True)
+    assert (job.given["tensor_model_parallel_size"], job.given["log_params_norm"]) == (4, True)
+    unknown = next(one.text for one in job.found if one.name == "conditions-not-known")
+    assert unknown.endswith("the later one wins: if [ $(...) -eq 0 ], test -n ${WANDB_API_KEY}")
+
+
+@pytest.mark.parametrize(
+    ("condition", "known"),
+    [
+        ('[ "$A" = 3 ]', True),
+        ("[ $A -gt 4 ]", False),
+        ("[ $A -gt x ]", None),
+        ('! [ -n "$EMPTY" ]', True),
+        ('[ "$EMPTY" ]', False),
+        ('[[ -z "$EMPTY" && ($A == 3) ]]', None),
+        ('[ "$EMPTY" -o $A = 3 ]', True),
+        ('[[ $OUTSIDE == 1 || "$A" != "4" ]]', True),
+        ('[[ $OUTSIDE == 1 && "$A" != "4" ]]', None),
+        ("[ -e file ] && false", False),
+        ("(( A > 2 ))", None),
+    ],
+)
+def test_conditions(condition: str, known: bool | None, tmp_path: Path) -> None:
+    text = f"A=3\nEMPTY=\nLAYERS=2\nif {condition}; then\nLAYERS=4\nfi\nif python - <<X\nif True: x()\nX\n"
+    job = read(tmp_path, f"{text}torchrun pretrain_gpt.py --num-layers $LAYERS\n")
+    assert job.given["num_layers"] == (2 if known is False else 4)
+    assert any(one.name == "conditions-not-known" for one in job.found) is (known is None)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [("echo hello\n", "has no training command that check knows"), ("echo 'a\n", "cannot be read as a shell script")],
