@@ -57,8 +57,8 @@ _GOES_ON = "functional_tests/test_train_script.py::test_a_run_goes_on_with_other
 _CHECKED = "functional_tests/test_check_command.py::test_flags_are_read_by_the_scripts_own_parser"
 _COMPARED = "functional_tests/test_parity_scripts.py::test_megatrons_loop_is_right_under_both_schedules"
 _UNCHANGED = "functional_tests/test_megatron_recipes.py::test_an_unchanged_program_overlaps_without_virtual_stages"
-_MEASURED = "functional_tests/test_train_trace.py::test_what_the_stages_cost_is_in_the_runs_folder"
-_PACKAGE = "functional_tests/test_installed_package.py::test_it_works_where_it_is_installed"
+_MEASURED = "functional_tests/test_train_trace.py::test_measured_stage_costs_are_written_to_the_runs_folder"
+_PACKAGE = "functional_tests/test_installed_package.py::test_the_installed_package_works_without_torch_and_rich"
 _HOSTS = "functional_tests/test_multinode.py::test_two_hosts_train_as_one_also_when_the_cable_is_out_for_a_while"
 _CHECKOUT = "where MEGATRON_CHECKOUT names one"
 
@@ -107,7 +107,8 @@ NOT_HERE = {
     "export VERL_USE_EXTERNAL_MODULES=pipeline_plugin": Why(BLANK, "functional_tests/test_megatron_callers.py"),
     "PYTHONPATH=/path/to/checkout torchrun --standalone --nproc-per-node 2 megatron_cpu.py": Why(BLANK, _UNCHANGED),
     "scripts/pretrain_gpt_megatron.sh --compare --train-iters 10": Why(
-        MINUTES, "functional_tests/test_megatron_pretrain_script.py::test_both_engines_train_alike"
+        MINUTES,
+        "functional_tests/test_megatron_pretrain_script.py::test_the_small_training_has_equal_losses_under_both_engines",
     ),
     "git worktree add ../plan_quality 558fdd36 && cd ../plan_quality && pip install '.[solver]'": Why(DOWNLOADS),
     "for first in 0 50 100 150; do python scripts/plan_quality.py small --first $first --count 50 "

@@ -103,7 +103,7 @@ def test_flags_are_read_by_the_scripts_own_parser(checked: Callable[[str], Said]
     assert not said.findings("start", "error")
 
 
-def test_all_refusals_are_found_at_once(tmp_path: Path) -> None:
+def test_check_reports_all_refusals_of_a_job(tmp_path: Path) -> None:
     """The answer has the refusals of the parser and of each check, with the settings that they concern."""
     flags = "--num-layers 7 --pipeline-model-parallel-size 2 --global-batch-size 7 --micro-batch-size 2 --lr x --foo 3"
     said = check(f"--gpus 2 --json {PRETRAIN} {flags}", tmp_path)
@@ -114,14 +114,16 @@ def test_all_refusals_are_found_at_once(tmp_path: Path) -> None:
     assert "num_layers" in next(one for one in said.findings("start") if "stages" in one["text"])["settings"]
 
 
-def test_a_script_that_is_not_there_is_one_sentence(checked: Callable[[str], Said]) -> None:
+def test_check_reports_a_missing_script_in_one_sentence(checked: Callable[[str], Said]) -> None:
     said = checked("--gpus 2 nothing.py --num-layers 2")
     assert (said.code, said.out) == (2, "")
     assert said.complaint.startswith("megatron-pp check: nothing.py does not exist; check reads a script")
     assert json.loads(checked("--gpus 2 --json nothing.py").out)["exit_code"] == 2
 
 
-def test_answers_for_other_programs(checked: Callable[[str], Said], tmp_path: Path) -> None:
+def test_check_writes_its_answer_for_github_junit_and_code_quality(
+    checked: Callable[[str], Said], tmp_path: Path
+) -> None:
     flags = "--num-layers 7 --pipeline-model-parallel-size 2"
     said = checked(f"--gpus 2 --github --junit check.xml {PRETRAIN} {flags}")
     assert said.code == 1
@@ -146,7 +148,7 @@ def test_exit_codes(checked: Callable[[str], Said], tmp_path: Path) -> None:
     assert checked("--gpus 4 --strict gpt.yaml").code == 1
 
 
-def test_numbers_are_compared_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_check_compares_numbers_with_the_flag_numbers(tmp_path: Path) -> None:
     flags = "--num-layers 8 --pipeline-model-parallel-size 2 --lr 0.001 --global-batch-size 8"
     said = check(f"--gpus 2 --json --numbers {PRETRAIN} {flags}", tmp_path, PLANTED_FAULT="log")
     assert [one["name"] for one in said.findings("numbers")] == ["numbers-differ"]
@@ -156,7 +158,7 @@ def test_numbers_are_compared_where_that_is_asked_for(tmp_path: Path) -> None:
     assert [one["name"] for one in said.findings("numbers")] == ["numbers-not-compared"]
 
 
-def test_another_release_is_named(checked: Callable[[str], Said], tmp_path: Path) -> None:
+def test_check_reports_the_release_that_was_given(checked: Callable[[str], Said], tmp_path: Path) -> None:
     (tmp_path / "gpt.yaml").write_text(RIGHT)
     assert checked("--gpus 4 --json --release 0.17.0 gpt.yaml").answer["job"]["release"] == "0.17.0"
 
@@ -179,7 +181,7 @@ def test_megatrons_own_checks_are_collected(tmp_path: Path) -> None:
     assert "because tensor model parallelism is disabled" in changed[0]["text"]
 
 
-def test_ctrl_c_ends_it_without_an_answer(tmp_path: Path) -> None:
+def test_ctrl_c_ends_check_without_an_answer(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\n")
     (tmp_path / "megatron" / "training").mkdir(parents=True)
     (tmp_path / "megatron" / "training" / "__init__.py").touch()

@@ -125,7 +125,7 @@ def texts(job: Job, level: str) -> list[str]:
     return [one.text for one in job.found if one.level == level]
 
 
-def test_each_refusal_is_there_with_the_settings_that_it_is_about(script: Path) -> None:
+def test_each_refusal_names_its_settings(script: Path) -> None:
     job = read(script, "--tensor-model-parallel-size 3 --pipeline-model-parallel-size 2 --num-layers 7 --old-flag")
     found = {one.text.partition(" (--")[0]: one.settings for one in job.found if one.level == ERROR}
     assert found == {
@@ -136,7 +136,7 @@ def test_each_refusal_is_there_with_the_settings_that_it_is_about(script: Path) 
     assert job.validated
 
 
-def test_errors_of_the_parser_are_all_there_and_the_rest_is_read(script: Path) -> None:
+def test_all_parser_errors_are_reported_and_other_flags_are_read(script: Path) -> None:
     job = read(script, "--num-layers 0 --tensor-model-parallel-size x --pipeline-model-parallel-size 2 --numm-layers 4")
     errors = "\n".join(texts(job, ERROR))
     for words in (
@@ -164,7 +164,7 @@ def test_flags_of_a_script_whose_function_is_elsewhere_may_be_right(script: Path
     assert "it may be one of the flags that the script adds" in texts(job, RISK)[0]
 
 
-def test_what_is_changed_is_told_in_megatrons_words(script: Path) -> None:
+def test_check_quotes_megatrons_reason_for_a_changed_flag(script: Path) -> None:
     job = read(script, "--sequence-parallel")
     changed = next(one for one in job.found if one.name == "megatron-changes-sequence-parallel")
     why = "Disabling sequence parallelism because tensor model parallelism is disabled"
@@ -186,11 +186,11 @@ def test_checks_that_fail_are_told_from_checks_that_refuse(script: Path) -> None
     assert all("old_flag" in text for text in errors), "what fails behind a refusal may be its consequence"
 
 
-def test_checks_that_end_the_job(script: Path) -> None:
+def test_check_reports_a_megatron_check_that_exits_the_process(script: Path) -> None:
     assert any("ends the job here" in text for text in texts(read(script, "--ends"), ERROR))
 
 
-def test_the_environment_of_the_caller_stays(script: Path) -> None:
+def test_check_does_not_change_the_callers_environment(script: Path) -> None:
     before = dict(os.environ)
     assert read(script, "", gpus=6).args["data_parallel_size"] == 6
     assert dict(os.environ) == before

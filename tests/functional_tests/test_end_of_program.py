@@ -12,7 +12,7 @@ PROGRAM = ["-m", "tests.functional_tests.ending_program"]
 
 
 @pytest.mark.parametrize("what", ["abort", "transfer"])
-def test_the_process_is_not_aborted(what: str) -> None:
+def test_an_uncaught_error_does_not_abort_the_process_at_exit(what: str) -> None:
     ended = subprocess.run([sys.executable, *PROGRAM, what], capture_output=True, text=True, timeout=120.0)
     assert "terminate called" not in ended.stderr
     assert ended.returncode == 3, ended.stderr

@@ -217,7 +217,7 @@ def test_every_rank_learns_which_numbers_met(per_rank: list[dict[str, Seen]], na
         assert f"rank {count.odd_one} has {ODD_STEP}" in seen.error[1]
 
 
-def test_ranks_that_count_alike_are_not_disturbed(per_rank: list[dict[str, Seen]]) -> None:
+def test_equal_step_numbers_raise_nothing(per_rank: list[dict[str, Seen]]) -> None:
     numbers = [call.number for call in counted_calls(0, COUNTS["nobody"])]
     assert [of["nobody"] for of in per_rank] == [Seen(numbers, [])] * SIZE
 

@@ -119,7 +119,7 @@ def test_faults_amid_messages_with_connections_of_their_own(lab: Lab, kind: str)
     lab.assert_episode("interleaved_1f1b", 2, fault, p2p_timeout=3.0, seq_length=20_000, fields=OVERLAP)
 
 
-def test_a_stopped_rank_is_named_and_ends_too_when_it_goes_on(lab: Lab) -> None:
+def test_a_stopped_rank_is_named_and_ends_once_it_continues(lab: Lab) -> None:
     reports = lab.assert_episode("interleaved_1f1b", 2, Fault(STOP, rank=1, step=2, chunk=0, mb=3), p2p_timeout=3.0)
     for rank in (0, 2):
         error = reports[rank].error
@@ -127,7 +127,7 @@ def test_a_stopped_rank_is_named_and_ends_too_when_it_goes_on(lab: Lab) -> None:
         assert "is stopped, as by SIGSTOP" in error[1]
 
 
-def test_a_stopped_rank_is_found_long_before_the_timeout_and_one_that_keeps_the_interpreters_lock_is_no_error(
+def test_a_stopped_rank_is_found_long_before_the_timeout_but_a_rank_that_holds_the_gil_is_no_error(
     lab: Lab,
 ) -> None:
     """Neither rank sends heartbeats. By default a stopped rank is found after an eighth of p2p_timeout: 7.5 s here."""
@@ -144,7 +144,7 @@ def test_a_slow_rank_is_no_error(lab: Lab) -> None:
     lab.assert_episode("1f1b", 1, fault, p2p_timeout=2.5, fields=OVERLAP)
 
 
-def test_what_is_left_amid_large_messages_is_gone_after_the_groups_timeout(
+def test_threads_left_in_large_messages_end_after_the_groups_timeout(
     lab_amid_large_messages: tuple[Lab, dict[int, Report]],
 ) -> None:
     """gloo does not end a half-sent message before its group's timeout."""

@@ -133,7 +133,7 @@ def test_a_blocked_wait_ends(does: str, peer_does: str, size: int, goes: signal.
     assert error, "the wait returned as if the transfer were done"
 
 
-def test_a_peer_that_left_first_is_no_obstacle() -> None:
+def test_a_blocked_wait_ends_although_a_peer_has_left() -> None:
     """gloo refuses a receive from it at once, so that the receive does not time out and closes no connection."""
     error = _error_of_the_wait("receive", "nothing", SMALL, signal.SIGSTOP, third=True)
     assert error, "the wait returned as if the transfer were done"

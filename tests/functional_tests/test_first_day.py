@@ -99,7 +99,7 @@ def test_megatrons_gpt_passes_over_gloo(tried: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_ended_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_gpu_check_continues(tmp_path: Path) -> None:
     out = tmp_path / "results.md"
     run = started(out, "--seconds", "400")
     saved = tmp_path / "data" / "results.json"
@@ -134,7 +134,7 @@ FAULTS = [name for name, planted in first_day.FAULTS.items() if planted.parts]
 @pytest.mark.slow
 @pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("fault", drawn(FAULTS, 4))
-def test_a_fault_is_seen(fault: str, tmp_path: Path) -> None:
+def test_a_part_fails_with_its_fault(fault: str, tmp_path: Path) -> None:
     """The parts run on eight virtual GPUs, or on one if they are for one."""
     places, parts = first_day.FAULTS[fault]
     out = tmp_path / "results.md"

@@ -160,7 +160,7 @@ def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
-def test_what_a_program_has_set_of_fsdp2_is_so_after_a_step() -> None:
+def test_a_step_restores_the_programs_fsdp2_settings() -> None:
     for found in run_processes(_settings_after_steps, REPLICAS, timeout=100, start_method="forkserver"):
         assert found.pop("not reduced")
         assert found == {f"{name}, {fails}": kept[1:] for name, kept in KEPT.items() for fails in (False, True)}

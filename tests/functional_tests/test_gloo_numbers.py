@@ -39,7 +39,9 @@ def longer_results(request: pytest.FixtureRequest) -> dict[str, list[Compared]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONGER)
-def test_sharded_stages_of_longer_pipelines_do(longer_results: dict[str, list[Compared]], name: str) -> None:
+def test_sharded_stages_of_longer_pipelines_give_the_numbers_of_one_process(
+    longer_results: dict[str, list[Compared]], name: str
+) -> None:
     """The memory of whole stages must be what the plan counts. Two rows are drawn."""
     assert_equal(library.ROWS[name], longer_results[name])
 

@@ -144,7 +144,7 @@ def test_the_page_of_the_package_index_has_no_link_to_a_file_beside_it(installed
     assert [link for link in own if not (ROOT / re.sub("^(?:raw|blob)/[^/]+/|#.*", "", link)).is_file()] == []
 
 
-def test_it_works_where_it_is_installed(installed: Installed) -> None:
+def test_the_installed_package_works_without_torch_and_rich(installed: Installed) -> None:
     # This comes before any other package is installed: there is neither torch nor rich.
     shown = installed.run("python", "-c", EVERY_HELP).stdout
     commands = ["plan", "verify", "simulate", "advise", "draw", "report"]

@@ -396,7 +396,7 @@ IDS = ["own loop", "install"]
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("installed", KINDS, ids=IDS)
-def test_a_call_passes_few_files(installed: bool, chunks: int) -> None:
+def test_a_call_runs_code_of_few_files(installed: bool, chunks: int) -> None:
     files = results(installed)[f"files, {chunks} chunks"]
     said = "".join(f"\n{file}: {entered}" for file, entered in files.items())
     assert len(files) <= FILES, f"a call passes {len(files)} files, and at most {FILES} are wanted:{said}"

@@ -44,7 +44,7 @@ def test_losses_gradients_and_parameters_are_megatrons(facts: tuple[str, list[di
         assert {way: rank[way]["differences"] for way in OURS[name]} == dict.fromkeys(OURS[name], [0.0] * 3)
 
 
-def test_they_are_those_of_one_process_but_for_rounding(facts: tuple[str, list[dict[str, Any]]]) -> None:
+def test_combined_1f1b_equals_one_process_within_rounding(facts: tuple[str, list[dict[str, Any]]]) -> None:
     """An expert adds up the tokens of two ranks in one product, where one process adds two products. Adam divides
     gradients by their size, also those of 1e-9."""
     for rank in facts[1]:

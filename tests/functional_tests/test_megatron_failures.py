@@ -41,7 +41,7 @@ def found() -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
-def test_every_other_rank_names_it(number: int, found: list[list[Any]]) -> None:
+def test_every_other_rank_names_the_failed_rank(number: int, found: list[list[Any]]) -> None:
     place, how, victim, store, _ = CASES[number]
     for rank, said in enumerate(found[number]):
         if rank == victim:

@@ -37,12 +37,12 @@ def test_each_rank_has_the_rotary_key_of_its_own_heads(of_ranks: list[dict[str, 
     assert wrong(of_ranks, ENGINE, mended=True) == [set()] * 2, "nothing else is wrong"
 
 
-def test_sequence_parallelism_sums_it_with_whole_down_projections(of_ranks: list[dict[str, Found]]) -> None:
+def test_sequence_parallelism_sums_the_rotary_key_with_whole_down_projections(of_ranks: list[dict[str, Found]]) -> None:
     """Recipes with Transformer Engine have this setting."""
     assert wrong(of_ranks, ENGINE, sequence=True) == [set()] * 2
 
 
-def test_gathered_down_projections_leave_it_out_under_sequence_parallelism_too(
+def test_gathered_down_projections_do_not_sum_the_rotary_key_under_sequence_parallelism(
     of_ranks: list[dict[str, Found]],
 ) -> None:
     forms = [PLAIN, *([FUSED] if of_ranks[0].get(f"{FUSED}, sequence=True, mended=False") else [])]
@@ -51,7 +51,7 @@ def test_gathered_down_projections_leave_it_out_under_sequence_parallelism_too(
         assert wrong(of_ranks, form, sequence=True, mended=True) == [set()] * 2, form
 
 
-def test_one_down_projection_crashes_or_leaves_it_out(of_ranks: list[dict[str, Found]]) -> None:
+def test_one_fused_down_projection_crashes_or_does_not_sum_the_rotary_key(of_ranks: list[dict[str, Found]]) -> None:
     """Megatron-core 0.17 and 0.18 split it at sizes of one process."""
     found = [one[name] for one in of_ranks for name in one if name.startswith(FUSED) and name.endswith("mended=False")]
     assert all(one is None or "rotary rows" in one for one in found)

@@ -103,7 +103,7 @@ def test_losses_gradients_and_hooks_are_those_of_megatrons_schedule(name: str, f
         assert_equal(case.setup, [[step[:2] for step in ours] for _, ours in ranks], in_one_process(case.setup))
 
 
-def test_what_is_not_served_is_handed_back_with_its_reason() -> None:
+def test_unserved_steps_of_several_modules_run_on_megatron_with_the_reason_logged() -> None:
     case = MegatronCase(SETUPS["an encoder"])
     reasons, others = run_processes(handed_back, 2, (CHECKOUT, case), timeout=120)
     assert reasons == others

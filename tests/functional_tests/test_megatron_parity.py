@@ -77,7 +77,7 @@ def test_losses_and_gradients_equal_one_process(case: Case, outcomes: dict[Case,
     assert_equal(outcomes[case])
 
 
-def test_the_tied_reference_is_that_of_one_shared_parameter(tmp_path: Path) -> None:
+def test_the_reference_with_tied_embeddings_equals_one_shared_parameter(tmp_path: Path) -> None:
     """The reference keeps the two gradients of tied embeddings apart until the end.
 
     Their sum equals the gradient of the shared parameter up to rounding.

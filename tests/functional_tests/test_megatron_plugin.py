@@ -59,11 +59,11 @@ def outcomes() -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_check(name: str, outcomes: dict[str, Outcome]) -> None:
+def test_a_check_of_the_plug_in_passes(name: str, outcomes: dict[str, Outcome]) -> None:
     assert outcomes[name].status == "ok", outcomes[name].message
 
 
-def test_each_reason_is_said_in_words(outcomes: dict[str, Outcome]) -> None:
+def test_each_reason_for_megatrons_own_schedule_is_logged(outcomes: dict[str, Outcome]) -> None:
     (warnings,) = outcomes["unserved_steps_are_handed_back"].facts
     for words in (
         *("hybrid_context_parallel", "cuda_graph_impl", "use_ring_exchange_p2p"),
@@ -72,7 +72,7 @@ def test_each_reason_is_said_in_words(outcomes: dict[str, Outcome]) -> None:
         assert sum(words in line for line in warnings) == 1, f"{words} in {warnings}"
 
 
-def test_the_engine_stands_for_megatrons_choice_of_schedule(outcomes: dict[str, Outcome]) -> None:
+def test_the_engine_replaces_megatrons_choice_of_schedule(outcomes: dict[str, Outcome]) -> None:
     (names,) = outcomes["schedules_are_chosen_as_megatron_does"].facts
     assert names[0] == "forward_backward_no_pipelining"
     if len(names) > 1:
@@ -83,7 +83,7 @@ def test_the_engine_stands_for_megatrons_choice_of_schedule(outcomes: dict[str, 
         ]
 
 
-def test_a_rank_of_a_pipeline_runs_a_model_of_its_own(outcomes: dict[str, Outcome]) -> None:
+def test_a_pipeline_rank_may_run_a_model_without_its_pipeline(outcomes: dict[str, Outcome]) -> None:
     facts = outcomes["a_rank_runs_a_model_of_its_own"].facts
     if facts == [None, None]:
         pytest.skip("GPTModel of Megatron-core 0.14 cannot be built for a V")
@@ -113,13 +113,13 @@ def test_outputs_that_a_hook_reads_have_gradients(outcomes: dict[str, Outcome]) 
         assert min(largest) > 0.0
 
 
-def test_activation_checkpointing_is_asked_for_as_megatron_asks(outcomes: dict[str, Outcome]) -> None:
+def test_checkpoint_activations_microbatch_equals_megatrons(outcomes: dict[str, Outcome]) -> None:
     for theirs, ours in outcomes["checkpointed_microbatches"].facts:
         assert theirs == ours
         assert len({tuple(more) for more in theirs}) == 2, "some microbatches in part, some in full"
 
 
-def test_settings_decide_how_transfers_go_out(outcomes: dict[str, Outcome]) -> None:
+def test_p2p_settings_choose_how_transfers_are_posted(outcomes: dict[str, Outcome]) -> None:
     for policies in outcomes[SETTINGS + "settings_reach_the_engine_and_not_the_config"].facts:
         assert policies == ["batched", "overlap", "overlap", "plain", *["overlap"] * 5] * 2
 
@@ -161,11 +161,11 @@ def test_evaluation_has_gradients_where_the_caller_has_them(outcomes: dict[str, 
         assert seen == [True] * 2 * count + [False] * count
 
 
-def test_evaluation_keeps_no_graph_for_a_send(outcomes: dict[str, Outcome]) -> None:
+def test_evaluation_frees_the_graph_of_a_sent_output(outcomes: dict[str, Outcome]) -> None:
     assert outcomes["evaluation_gives_graphs_back"].facts == [0, 0]
 
 
-def test_interleaved_shapes_are_those_of_the_sequence(outcomes: dict[str, Outcome]) -> None:
+def test_interleaved_message_shapes_follow_the_sequence_length(outcomes: dict[str, Outcome]) -> None:
     assert outcomes["interleaved_shapes_ignore_the_decoders_length"].facts == [0, PAIR.microbatches]
 
 

@@ -21,7 +21,7 @@ from testkit.megatron.cases import Case  # isort: skip
 pytestmark = needs_megatron
 
 
-def test_both_engines_train_alike() -> None:
+def test_the_small_training_has_equal_losses_under_both_engines() -> None:
     flags = (
         "--num-layers 4 --hidden-size 32 --seq-length 16 --train-iters 3 --num-experts 2 --hidden-dropout 0.1 --compare"
     )
@@ -54,7 +54,7 @@ def impossible_flags(case: Case) -> tuple[Any, str]:
     return ended.value.code, said.getvalue()
 
 
-def test_impossible_flags_are_said() -> None:
+def test_impossible_flags_are_reported() -> None:
     code, said = in_megatrons_process(impossible_flags)
     assert code == 2
     assert "--global-batch-size 3 is not a multiple of 2" in said

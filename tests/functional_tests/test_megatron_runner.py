@@ -38,7 +38,7 @@ def wait_for(condition, seconds: float = 60.0) -> bool:
     return condition()
 
 
-def test_its_ranks_end_when_it_is_killed() -> None:
+def test_ranks_end_when_the_runner_is_killed() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "testkit.megatron.runner"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,

@@ -101,7 +101,9 @@ def test_training_equals_megatrons_interleaved_schedule(case: Case, outcomes: di
 
 
 @pytest.mark.parametrize("name", VARIED)
-def test_what_a_training_combines_with_a_v(name: str, outcomes: dict[Case, Outcome]) -> None:
+def test_trainings_that_combine_a_v_with_other_settings_equal_megatrons(
+    name: str, outcomes: dict[Case, Outcome]
+) -> None:
     assert_equal(outcomes[VARIED[name]])
     assert outcomes[VARIED[name]].param_difference == 0.0
 
@@ -164,7 +166,7 @@ def test_a_stage_holds_what_megatron_gives_it_in_a_loop(name: str, facts: dict[s
             assert facts[name].facts[rank][1][chunk] == stages[v.stage(rank, chunk)]
 
 
-def test_megatrons_functions_answer_for_the_chunk_that_they_are_asked_about(facts: dict[str, Outcome]) -> None:
+def test_megatrons_stage_functions_answer_for_the_given_chunk(facts: dict[str, Outcome]) -> None:
     outcome = facts["functions_answer_by_chunk"]
     assert outcome.status == "ok", outcome.message
     first, last = outcome.facts
@@ -172,11 +174,11 @@ def test_megatrons_functions_answer_for_the_chunk_that_they_are_asked_about(fact
     assert last == [[False, False], [False, False], [1, 2], [1, 1], True]
 
 
-def test_a_place_is_left_as_it_was_found(facts: dict[str, Outcome]) -> None:
+def test_the_place_of_a_chunk_is_restored_after_use(facts: dict[str, Outcome]) -> None:
     assert facts["a_place_is_seen_and_left_again"].status == "ok", facts["a_place_is_seen_and_left_again"].message
 
 
-def test_a_forward_step_asks_as_the_stage_of_its_chunk(facts: dict[str, Outcome]) -> None:
+def test_a_forward_step_sees_the_stage_of_its_chunk(facts: dict[str, Outcome]) -> None:
     """Training scripts choose the contents of a batch by this."""
     outcome = facts["forward_steps_see_their_stage"]
     assert outcome.status == "ok", outcome.message
@@ -210,7 +212,7 @@ def imports_later(rank: int, size: int) -> None:
     assert isinstance(vars(GPTModel)["__init__"], PlacedModel)
 
 
-def test_a_model_that_is_imported_later_is_taken_too() -> None:
+def test_a_model_class_imported_after_install_is_placed_too() -> None:
     """`megatron-pp run` installs itself when the script has imported Megatron."""
     run_processes(imports_later, 1, backend=None, timeout=120, start_method="forkserver")
 

@@ -129,7 +129,7 @@ def test_grouped_experts() -> None:
     assert outcome.facts[0] == dict.fromkeys(("recompute=False", "recompute=True"), ran)
 
 
-def test_of_a_gpt_only_routers_stay_whole() -> None:
+def test_only_routers_of_a_gpt_keep_whole_backwards() -> None:
     jobs = [Job(Case(model), check=f"{CHECKS}:whole_layers") for model in (Model(), Model(layers=2, experts=4))]
     dense, experts = run_jobs(jobs, deadline=120)
     assert (dense.status, experts.status) == ("ok", "ok"), (dense.message, experts.message)

@@ -67,14 +67,14 @@ def small(name: str) -> SmallRecipe:
     return small_recipe(flags_of(RECIPES / f"{name}.sh"), SMALL[name].split(), RANKS)
 
 
-def test_every_recipe_is_here() -> None:
+def test_every_recipe_has_a_test() -> None:
     programs = {path.stem for path in RECIPES.glob("*.py") if path.stem != "__init__"}
     assert programs == {"packed_rl_update", "vlm_in_bubbles"}, "test_megatron_packing.py, and below"
     assert {path.stem for path in RECIPES.glob("*.sh")} == set(SMALL)
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_only_sizes_and_what_needs_a_gpu_differ(name: str) -> None:
+def test_small_recipes_differ_in_sizes_and_gpu_settings_only(name: str) -> None:
     recipe = small(name)
     others = {flag: values for flag, values in recipe.changed().items() if flag not in SIZES}
     assert others == {flag: OTHERWISE[flag][:2] for flag in others}

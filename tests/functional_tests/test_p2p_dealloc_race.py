@@ -100,7 +100,7 @@ def assert_all_corrupted(shares: list[float], transport: str) -> None:
 
 
 @EACH_DTYPE
-def test_a_early_free_corrupts_unless_the_allocator_waits(transport: str, dtype: str, shares: Shares) -> None:
+def test_a_an_early_free_corrupts_data_unless_the_allocator_waits(transport: str, dtype: str, shares: Shares) -> None:
     """On NCCL torch calls ``record_stream``, so that its allocator waits, which hides an early free."""
     found = shares[f"a {dtype}"]
     if transport in HIDES_EARLY_FREES:
@@ -110,14 +110,14 @@ def test_a_early_free_corrupts_unless_the_allocator_waits(transport: str, dtype:
 
 
 @EACH_DTYPE
-def test_h_writing_after_the_send_corrupts_everywhere(transport: str, dtype: str, shares: Shares) -> None:
+def test_h_a_write_after_the_send_corrupts_data_on_every_backend(transport: str, dtype: str, shares: Shares) -> None:
     """The control, which shows that the program detects a fault between send and receive."""
     assert_all_corrupted(shares[f"h {dtype}"], transport)
 
 
 @EACH_DTYPE
 @pytest.mark.parametrize("case", SAFE_CASES, ids=SAFE_CASES.values())
-def test_ours_delivers_what_was_posted(dtype: str, case: str, shares: Shares) -> None:
+def test_the_engine_delivers_the_bytes_that_were_posted(dtype: str, case: str, shares: Shares) -> None:
     assert shares[f"{case} {dtype}"] == [0.0] * DTYPES[dtype]
 
 
@@ -168,7 +168,7 @@ def test_g_verify_refuses_blocking_sends_in_1f1b_and_names_the_cycle() -> None:
     assert "rank 3 waits at FREE_B0." in text
 
 
-def test_g_forced_to_run_it_ends_in_a_named_error() -> None:
+def test_g_a_forced_1f1b_with_blocking_sends_ends_in_a_named_error() -> None:
     with pytest.raises(RankFailedError) as failed:
         pipeline(4, 1, _MICROBATCHES, run_forced, p2p_timeout=2.0)
     kinds = {kind for kind, _ in failed.value.errors.values()}

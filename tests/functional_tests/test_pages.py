@@ -103,7 +103,7 @@ def test_torchs_schedule_and_ours_give_the_same_losses(outputs: Outputs) -> None
     assert _printed(outputs, "after.py")[1] == before
 
 
-def test_a_list_of_layers(outputs: Outputs) -> None:
+def test_the_recipe_of_a_list_of_layers_has_the_numbers_of_one_process(outputs: Outputs) -> None:
     assert _printed(outputs, "layers.py") == ["0 losses, 2 gradients equal\n", "4 losses, 4 gradients equal\n"]
 
 
@@ -117,7 +117,9 @@ def test_a_recipes_numbers_are_those_of_one_process(outputs: Outputs, recipe: st
 
 
 @pytest.mark.parametrize(("recipe", "warning"), [("tied.py", "nothing sums"), ("all_reduce.py", "nothing averages")])
-def test_without_synchronisation_they_differ_and_the_engine_warns(outputs: Outputs, recipe: str, warning: str) -> None:
+def test_recipes_without_gradient_synchronisation_differ_and_the_engine_warns(
+    outputs: Outputs, recipe: str, warning: str
+) -> None:
     broken = outputs[f"broken_{recipe}"]
     assert [output.printed for output in broken] == [""] * len(broken)
     assert [output.warnings.count(warning) for output in broken] == [1] + [0] * (len(broken) - 1)
@@ -132,7 +134,7 @@ def test_a_llama_has_the_numbers_of_one_process(outputs: Outputs, name: str) -> 
         assert [float(difference) for _, difference in steps] == [0.0]
 
 
-def test_blocks_that_skip_stages(outputs: Outputs) -> None:
+def test_the_recipe_of_skipping_blocks_has_the_numbers_of_one_process(outputs: Outputs) -> None:
     printed = _printed(outputs, "residuals.py")
     assert "blocks sent per microbatch, and on the busiest hop: (5, 2)" in printed[0]
     for rank, text in enumerate(printed):
@@ -176,7 +178,7 @@ def test_every_stage_on_a_page_says_its_number() -> None:
         "readme_picture.py",
     ],
 )
-def test_what_a_command_made_is_up_to_date(command: str) -> None:
+def test_generated_files_equal_what_their_commands_make(command: str) -> None:
     arguments = [sys.executable, *shlex.split(str(ROOT / "scripts" / command)), "--check"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

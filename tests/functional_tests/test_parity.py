@@ -86,7 +86,7 @@ def test_tensor_parallelism_and_sharded_optimizers_are_right_within_rounding(ans
     assert said["notes"] == ["--bf16: compared in float32"]
 
 
-def test_a_loop_of_its_own_has_no_checkpoints_that_parity_knows(answers: Answers) -> None:
+def test_parity_does_not_compare_checkpoints_of_a_custom_loop(answers: Answers) -> None:
     code, said = answers["own loop"]
     assert (code, said["verdict"]) == (2, None)
     assert "Megatron's own training loop only" in said["error"]

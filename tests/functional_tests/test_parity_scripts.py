@@ -145,7 +145,7 @@ def test_defaults_that_depend_on_the_layout_are_those_of_the_layout(tmp_path: Pa
     assert (said.code, said.answer["first"]) == (0, None)
 
 
-def test_what_cannot_be_made_is_not_exercised(tmp_path: Path) -> None:
+def test_parity_lists_settings_that_it_cannot_exercise(tmp_path: Path) -> None:
     said = parity(f"--engine megatron --junit {tmp_path}/j.xml {PRETRAIN} {SIZES} {PP2} --sft", tmp_path)
     assert (said.code, said.answer["verdict"]) == (2, "not exercised")
     assert said.answer["engines"] == {"megatron": "rounding"}

@@ -138,14 +138,14 @@ def test_the_lines_that_install_the_engine_run_under_megatron() -> None:
     assert in_megatrons_process(install_lines) == len(UNDER_MEGATRON) > 3
 
 
-def test_everything_else_is_run_by_a_test_or_says_why_not() -> None:
+def test_every_other_code_block_is_run_by_a_test_or_says_why_not() -> None:
     left = [
         one for one in ALL if not (is_elsewhere(one) or runs_here(one) or one in UNDER_MEGATRON or one.page in PARTS)
     ]
     assert left == [], "neither run nor in printed_tables.py"
 
 
-def test_what_is_said_not_to_run_has_what_it_is_said_to_need() -> None:
+def test_code_blocks_that_are_not_run_have_the_requirement_that_they_name() -> None:
     printed_now = {one.name for one in ALL}
     pages_now = {one.page for one in ALL}
     assert [name for name in NOT_HERE if name not in printed_now] == [], "no page prints it any more"
@@ -165,7 +165,7 @@ def test_the_tests_that_are_named_exist(test: str) -> None:
     assert not name or f"def {name}(" in file.read_text()
 
 
-def test_parts_of_programs_use_names_of_the_reader() -> None:
+def test_program_fragments_use_only_names_that_the_reader_defines() -> None:
     parts = [one for one in ALL if one.language == "python" and one.page in PARTS and not runs_here(one)]
     whole = [one for one in parts if not names_from_elsewhere(one.text) and by_test(one) is None]
     assert [one for one in whole if one not in UNDER_MEGATRON] == []

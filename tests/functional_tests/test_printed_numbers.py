@@ -139,7 +139,7 @@ def test_large_plans_have_as_many_instructions(row: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", ["docs/bound.md", "docs/schedules.md"])
-def test_what_a_program_prints_stands_behind_its_line(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_output_follows_its_line_on_the_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A line has the form ``print(...)  # the output``, with or without words after a colon."""
     programs = [one.text for one in printed(page) if one.language == "python" and "print(" in one.text]
     assert programs

@@ -99,12 +99,12 @@ def check_accepts(ours: Any, theirs: Parameters) -> None:
 
 @needs_megatron
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_take_what_megatrons_take(megatron: dict[str, Any], name: str) -> None:
+def test_functions_have_the_parameters_of_megatrons_functions(megatron: dict[str, Any], name: str) -> None:
     check_accepts(getattr(megatron_pp.schedules, name), megatron[name])
 
 
 @needs_megatron
-def test_the_communicators_methods_take_what_megatrons_take(megatron: dict[str, Any]) -> None:
+def test_communicator_methods_have_the_parameters_of_megatrons_methods(megatron: dict[str, Any]) -> None:
     """Our communicator has all methods of Megatron's, among them the nine of Megatron-core 0.16."""
     assert len(megatron["methods"]) >= 10
     for name, parameters in megatron["methods"].items():
@@ -114,7 +114,7 @@ def test_the_communicators_methods_take_what_megatrons_take(megatron: dict[str, 
 
 @needs_megatron
 @pytest.mark.parametrize("name", ENTRY_POINTS)
-def test_schedules_take_megatrons_keywords_and_no_others(megatron: dict[str, Any], name: str) -> None:
+def test_schedules_accept_exactly_megatrons_keywords(megatron: dict[str, Any], name: str) -> None:
     """Both take keywords alone; the type of ``**arguments`` lists ours."""
     assert {kind for _, kind, _ in megatron[name]} == {"KEYWORD_ONLY"}
     assert [kind for _, kind, _ in parameters_of(getattr(megatron_pp.schedules, name))] == ["VAR_KEYWORD"]
@@ -122,13 +122,13 @@ def test_schedules_take_megatrons_keywords_and_no_others(megatron: dict[str, Any
 
 
 @needs_megatron
-def test_tables_are_megatrons(megatron: dict[str, Any]) -> None:
+def test_schedule_tables_equal_megatrons(megatron: dict[str, Any]) -> None:
     ours = [megatron_pp.schedules.get_schedule_table(*arguments) for arguments in TABLES]
     assert json.loads(json.dumps(ours)) == megatron["tables"]
 
 
 @needs_megatron
-def test_warmup_numbers_are_megatrons(megatron: dict[str, Any]) -> None:
+def test_warmup_microbatches_equal_megatrons(megatron: dict[str, Any]) -> None:
     for ((rank, size, virtual), arguments), theirs in zip(numbers(), megatron["numbers"], strict=True):
         given = communicator(rank, size, virtual)
         ours = megatron_pp.schedules.get_pp_rank_microbatches(*arguments, p2p_communicator=given)
@@ -144,7 +144,7 @@ def test_the_names_that_are_promised_are_exported() -> None:
         assert all(hasattr(module, name) for name in module.__all__)
 
 
-def test_the_comparison_sees_what_does_not_fit() -> None:
+def test_the_signature_comparison_finds_mismatches() -> None:
     theirs = parameters_of(lambda a, b, c=0: None)
     check_accepts(lambda a, b=1, c=0, d=0, *, e=0: None, theirs)
     other_order, one_missing, not_optional = lambda b, a, c=0: None, lambda a, b: None, lambda a, b, c: None

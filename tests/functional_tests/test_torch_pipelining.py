@@ -53,7 +53,9 @@ def test_numbers_of_odd_models_are_those_of_one_process(results: dict[str, list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STAGES)
-def test_so_they_are_under_torchs_schedules_tables_and_runtime(results: dict[str, list[Compared]], name: str) -> None:
+def test_numbers_of_odd_models_are_those_of_one_process_under_torchs_schedule_tables_and_runtime(
+    results: dict[str, list[Compared]], name: str
+) -> None:
     """The rows have two and four ranks, DistributedDataParallel, torch's runtime with our plans and orders, and stages
     that torch traces."""
     assert_equal(torch_runtime.ROWS[name], results[name])
@@ -101,7 +103,7 @@ def test_classes_by_name_tell_how_many_stages_a_rank_has() -> None:
         get_schedule_class("1f2b")
 
 
-def test_a_module_that_imported_torchs_names_asks_here() -> None:
+def test_modules_that_imported_torchs_class_lookup_find_our_classes() -> None:
     """torchtitan does so: it recognises a V by the class."""
     module = ModuleType("program")
     vars(module).update(get=schedules.get_schedule_class, V=schedules.ScheduleZBVZeroBubble, other=schedules.__name__)

@@ -50,5 +50,5 @@ def test_numbers_of_odd_models_are_those_of_one_process(results: dict[str, list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONGER)
-def test_so_they_are_on_four_ranks(longer_results: dict[str, list[Compared]], name: str) -> None:
+def test_losses_and_gradients_equal_torchs_on_four_ranks(longer_results: dict[str, list[Compared]], name: str) -> None:
     assert_equal(torch_runtime.ROWS[name], longer_results[name])

@@ -106,7 +106,7 @@ def test_pipelines_of_a_job_share_the_run_number(tmp_path):
 
 
 @pytest.mark.parametrize(("traced", "measured", "what"), [([0], [], "tracing"), ([], [1], "measure")])
-def test_tracing_or_measuring_on_some_ranks_alone_is_an_error_not_a_hang(tmp_path, traced, measured, what):
+def test_tracing_or_measuring_on_some_ranks_only_raises_an_error(tmp_path, traced, measured, what):
     arguments = (tmp_path, 1, "overlap", traced, measured)
     with pytest.raises(RankFailedError, match=what):
         run_processes(train_rank, 2, arguments, timeout=120, start_method="forkserver")

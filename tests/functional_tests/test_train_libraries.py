@@ -88,7 +88,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_processes(train_all, 1, (folder, runs), **options)[0]  # type: ignore[arg-type]
 
 
-def test_what_was_taken_is_said(results: dict[str, Any]) -> None:
+def test_the_log_names_the_libraries_in_use(results: dict[str, Any]) -> None:
     expected = {
         "torch": ["layers: torch; norms: torch LayerNorm", "optimizer: torch AdamW (fused=True)"],
         "auto": ["layers: torch; norms: apex FusedLayerNorm", "optimizer: apex FusedAdam"],
@@ -106,7 +106,7 @@ def test_what_was_taken_is_said(results: dict[str, Any]) -> None:
     assert "6 do so themselves" in results["te split"]["said"][4]
 
 
-def test_all_take_the_steps_of_torchs_own(results: dict[str, Any]) -> None:
+def test_all_libraries_take_the_steps_of_torchs_layers(results: dict[str, Any]) -> None:
     """The steps are not equal to the last bit: additions are in a different order, and Transformer Engine's GELU is the
     tanh form."""
     expected = results["torch"]["losses"]
@@ -137,7 +137,7 @@ def test_under_fp8_the_first_microbatch_of_each_step_is_marked(results: dict[str
     assert sum(first for kind, first, _ in again if kind == "Linear") == 2 * (1 + 2 + 1)
 
 
-def test_what_cannot_be_is_refused_before_the_run_begins(results: dict[str, Any]) -> None:
+def test_impossible_library_settings_are_refused_before_the_run_begins(results: dict[str, Any]) -> None:
     sentences = {
         "no recipe": "--fp8-recipe is mxfp8, which this release of Transformer Engine does not have; it has delayed",
         "norms of another": "--norm-impl is apex, but --transformer-impl transformer_engine has its own norms",

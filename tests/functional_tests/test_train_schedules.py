@@ -76,7 +76,7 @@ def test_a_split_output_layer_takes_the_steps_of_1f1b_but_for_rounding(folder: P
         assert len(numbers(folder / "runs" / name)) == len(expected)
 
 
-def test_the_script_brings_the_chunks_that_a_schedule_needs_and_says_what_is_split(
+def test_the_script_makes_the_chunks_that_a_schedule_needs_and_reports_split_layers(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schedule = str(folder / "pytorch.csv")

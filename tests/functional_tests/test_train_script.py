@@ -203,7 +203,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(trained: Path) -
     assert different == []
 
 
-def test_a_run_that_is_at_its_end_says_that_nothing_is_left(trained: Path, tmp_path: Path) -> None:
+def test_resuming_a_finished_run_reports_that_no_steps_are_left(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(trained, folder, symlinks=True)
     output = train(2, ROOT, ["--resume", str(folder)])
@@ -272,7 +272,7 @@ def signalled(rank: int, size: int, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("code", [128 + signal.SIGTERM, 2], ids=["stopped by a signal", "bad input"])
-def test_the_launcher_ends_with_the_code_of_its_ranks_and_says_nothing(tmp_path: Path, code: int) -> None:
+def test_the_launcher_returns_its_ranks_exit_code_and_prints_nothing(tmp_path: Path, code: int) -> None:
     script = tmp_path / "ended.py"
     script.write_text(f"raise SystemExit({code})")
     with Launch(tmp_path, str(script)) as launch:
@@ -373,7 +373,7 @@ def bad_input(rank: int, size: int, folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("ranks", ["x", "0", "-1", "2.5"])
-def test_a_number_of_ranks_that_cannot_be_is_refused_in_words(
+def test_an_impossible_number_of_ranks_is_refused_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: str
 ) -> None:
     monkeypatch.setenv("NPROC", ranks)

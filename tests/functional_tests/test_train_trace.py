@@ -45,7 +45,7 @@ def test_the_run_says_where_to_open_the_timeline(traced: tuple[Path, str, Traced
     assert "certificate:" not in output
 
 
-def test_what_the_stages_cost_is_in_the_runs_folder(traced: tuple[Path, str, TracedRun]) -> None:
+def test_measured_stage_costs_are_written_to_the_runs_folder(traced: tuple[Path, str, TracedRun]) -> None:
     folder, _, run = traced
     assert "measured over 2 steps: times of 4 stages" in (folder / "log.txt").read_text()
     measured, recorded = measured_values(str(folder / "megatron_pp_measured.json")), analyse(run, 2).costs

@@ -51,7 +51,7 @@ def test_a_store_listens_on_its_address(bound: None, host: str) -> None:
     assert private_client(store).get("key") == b"value"
 
 
-def test_stores_of_one_port_are_one(bound: None) -> None:
+def test_stores_with_the_same_port_share_their_keys(bound: None) -> None:
     """As torch's ``env://`` makes them."""
     store = make("127.0.0.1", multi_tenant=True)
     again = make("127.0.0.1", store.port, multi_tenant=True)
@@ -60,7 +60,7 @@ def test_stores_of_one_port_are_one(bound: None) -> None:
     assert listeners(store.port) == ["127.0.0.1"]
 
 
-def test_an_address_of_another_machine_is_torchs_to_judge(bound: None) -> None:
+def test_an_address_of_another_machine_is_left_to_torch(bound: None) -> None:
     assert bound_stores._bound_socket("192.0.2.1", 0) is None
     assert bound_stores._bound_socket("no.such.host.invalid", 0) is None
 

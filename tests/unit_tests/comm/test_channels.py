@@ -111,7 +111,7 @@ def test_groups_of_a_loop() -> None:
     assert len(names) == len(keys)
 
 
-def test_an_end_that_stays_away_is_waited_for_without_polling() -> None:
+def test_waiting_for_an_absent_peer_does_not_poll_the_store() -> None:
     store = CountingStore(dist.HashStore())
     groups = groups_of(0, store)  # type: ignore[arg-type]
     began = time.monotonic()
@@ -131,7 +131,7 @@ def test_an_abort_ends_the_wait_for_the_other_end() -> None:
     assert time.monotonic() - began < PATIENCE.total_seconds() / 2
 
 
-def test_a_channel_that_an_abort_has_missed_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_channel_made_during_an_abort_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The abort comes after this rank has looked for one, and before the channel is known."""
     aborted: list[dist.ProcessGroup] = []
     monkeypatch.setattr(abort, "abort_groups", aborted.extend)
@@ -159,7 +159,7 @@ def test_a_channel_that_an_abort_has_missed_is_aborted(monkeypatch: pytest.Monke
     assert aborted[0] in made
 
 
-def test_an_abort_ends_what_was_made_before_it() -> None:
+def test_an_abort_ends_channels_made_before_it() -> None:
     store = dist.HashStore()
 
     def make(rank: int) -> bool:
@@ -190,7 +190,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"min_ctas": 4}, None, 8),
     ],
 )
-def test_nccl_options_are_the_pipelines_but_for_their_own(
+def test_channels_copy_the_pipeline_groups_nccl_options_except_max_ctas(
     options: Any, given: dict[str, int], max_ctas: int | None, expected: int
 ) -> None:
     for name, value in given.items():
@@ -204,7 +204,7 @@ def test_nccl_options_are_the_pipelines_but_for_their_own(
 
 
 @pytest.mark.slow
-def test_channels_do_not_wait_for_what_another_thread_waits_for_in_the_store() -> None:
+def test_making_channels_is_not_blocked_by_another_threads_store_wait() -> None:
     """A client of a TCPStore answers one thread at a time. Two pipelines in two threads wait for each other then."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clients = [server, dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)]

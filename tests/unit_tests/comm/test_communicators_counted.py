@@ -67,7 +67,7 @@ def _compare(used: Ends, placement: Placement, policy: str, channels: str, limit
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("name", "chunks"), SHAPES)
-def test_a_step_makes_what_is_counted(
+def test_a_step_makes_the_counted_communicators(
     name: str, chunks: int, size: int, policy: str, channels: str, used: Ends
 ) -> None:
     """Also where evaluation, other numbers of microbatches and shapes that vary follow."""
@@ -92,7 +92,7 @@ def test_a_step_makes_what_is_counted(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_split_output_layer_has_one_more(size: int, used: Ends) -> None:
+def test_a_split_output_layer_adds_one_communicator(size: int, used: Ends) -> None:
     placement = Placement(LOOP, size, 1, barriers=1)
 
     def steps(communicator: P2PCommunicator) -> None:

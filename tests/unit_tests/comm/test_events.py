@@ -64,7 +64,7 @@ def test_a_step_makes_few_events(run: Callable[[], StreamReport], most: int, mad
     assert len(made) <= most
 
 
-def test_an_event_that_is_used_again_too_early_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reusing_an_event_too_early_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copies, "EventPool", GivesBackWhenRecorded)
     assert offloaded().races
 
@@ -83,14 +83,14 @@ def follow(completed: CompletedWork) -> list[tuple[int, int | None]]:
     return at
 
 
-def test_marks_of_completed_work_use_events_again(made: list[Any]) -> None:
+def test_marks_of_completed_work_reuse_events(made: list[Any]) -> None:
     expected = [(step, None if step % 4 == 3 else step - step % 4) for step in range(100)]
     assert on_one_device(lambda: follow(CompletedWork())).results == [expected]
     assert len(made) == 4
 
 
 @pytest.mark.parametrize("pool", [events.EventPool, GivesBackWhenRecorded])
-def test_an_event_of_a_mark_that_is_used_again_too_early_hides_what_is_over(pool: type[events.EventPool]) -> None:
+def test_reusing_a_marks_event_too_early_hides_completed_work(pool: type[events.EventPool]) -> None:
     """The second mark stands behind a kernel that does not end."""
 
     def program() -> int:
@@ -107,7 +107,7 @@ def test_an_event_of_a_mark_that_is_used_again_too_early_hides_what_is_over(pool
     assert on_one_device(program).results == [2 if pool is events.EventPool else 1]
 
 
-def test_marks_whose_events_may_still_be_asked_for_do_not_give_them_back(made: list[Any]) -> None:
+def test_marks_keep_events_that_may_still_be_queried(made: list[Any]) -> None:
     def program() -> list[Any]:
         completed = CompletedWork()
         completed.mark(Place(1, None, 0, "the step"))
@@ -119,7 +119,7 @@ def test_marks_whose_events_may_still_be_asked_for_do_not_give_them_back(made: l
     assert len(made) == 2
 
 
-def test_collectives_on_a_stream_use_events_again(made: list[Any]) -> None:
+def test_collectives_on_a_stream_reuse_events(made: list[Any]) -> None:
     def program() -> list[bool]:
         group: Any = None
         pool, stream = collectives.GroupCollectives(group, lambda: None), torch.cuda.Stream()  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ def test_sends_are_posted_in_order_and_not_by_the_caller(threads: ChannelThreads
     assert all(work.is_completed() for work in works)
 
 
-def test_what_is_over_is_known_before_anybody_waits(threads: ChannelThreads) -> None:
+def test_a_finished_transfer_is_reported_without_a_wait(threads: ChannelThreads) -> None:
     go = threading.Event()
     work = threads.follow("a channel", Posted(go))
     assert not work.is_completed()
@@ -71,7 +71,7 @@ def test_what_is_over_is_known_before_anybody_waits(threads: ChannelThreads) -> 
     assert work.wait(timedelta(0))
 
 
-def test_a_small_message_wakes_no_thread_before_somebody_waits(threads: ChannelThreads) -> None:
+def test_a_small_message_wakes_no_thread_until_it_is_waited_for(threads: ChannelThreads) -> None:
     asked: list[str] = []
 
     class Small(Posted):
@@ -113,7 +113,7 @@ def test_a_transfer_that_fails_fails_where_it_is_waited_for(threads: ChannelThre
     assert fine.wait(PATIENCE)
 
 
-def test_a_wait_is_over_in_time_though_an_earlier_transfer_is_not(threads: ChannelThreads) -> None:
+def test_a_wait_times_out_although_an_earlier_transfer_is_pending(threads: ChannelThreads) -> None:
     go = threading.Event()
     threads.follow("a channel", Posted(go))
     behind = threads.post("a channel", Posted)
@@ -148,7 +148,7 @@ def test_an_interruption_ends_the_wait_and_every_later_one(threads: ChannelThrea
     go.set()
 
 
-def test_a_transfer_that_is_over_holds_nothing(threads: ChannelThreads) -> None:
+def test_a_finished_transfer_keeps_no_tensor(threads: ChannelThreads) -> None:
     """The work holds the tensor: where the thread kept it, memory would come back one transfer late."""
     posted = Posted()
     gone = weakref.ref(posted)
@@ -159,7 +159,7 @@ def test_a_transfer_that_is_over_holds_nothing(threads: ChannelThreads) -> None:
     assert gone() is None
 
 
-def test_what_cannot_be_ended_is_said_when_it_is_closed(
+def test_closing_logs_transfers_that_cannot_be_ended(
     threads: ChannelThreads, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gloo_threads, "_PATIENCE", 0.05)

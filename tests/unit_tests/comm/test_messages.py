@@ -76,7 +76,7 @@ def test_tensors_of_a_graph_are_sent_without_it() -> None:
     assert got.grad_fn is None
 
 
-def test_what_is_a_single_shape() -> None:
+def test_is_single_shape_tells_a_shape_from_a_list_of_shapes() -> None:
     assert all(is_single_shape(one) is True for one in ((3, 2, 4), [3, 2, 4], torch.Size([3]), torch.Size([])))
     assert all(is_single_shape(one) is False for one in ([(3, 2)], [[3, 2, 4], [1]], [torch.Size([3])], None, 7))
 

@@ -78,7 +78,7 @@ def test_other_plans_have_warm_channels_with_options_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_a_communicator_that_an_abort_has_missed_is_aborted(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_communicator_made_during_an_abort_is_aborted(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL makes it in the first operation. Here rank 0's abort has looked before that, and has found none."""
     post = VirtualNCCL._post
     transports: dict[int, Any] = {}

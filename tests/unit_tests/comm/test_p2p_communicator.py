@@ -118,14 +118,14 @@ EXCHANGES = [
     [(exchange, way) for exchange in EXCHANGES for way in WAYS
      if exchange is not one_forward_one_backward or way not in SHAPES_IN_BATCHES],
 )  # fmt: skip
-def test_exchanges(exchange: Any, size: int, way: str) -> None:
+def test_each_exchange_delivers_the_right_tensors(exchange: Any, size: int, way: str) -> None:
     for got, wanted in on_ranks(size, lambda c: exchange(c, c.rank, size), **WAYS[way]):
         assert alike(got, wanted)
 
 
 @pytest.mark.parametrize("shapes", [SHAPE, list(SHAPE), torch.Size(SHAPE), [SHAPE], [list(SHAPE)]], ids=repr)
 @pytest.mark.parametrize("as_list", [False, True], ids=["tensor", "list of tensors"])
-def test_like_for_like(as_list: bool, shapes: Any) -> None:
+def test_a_tensor_is_returned_for_a_tensor_and_a_list_for_a_list(as_list: bool, shapes: Any) -> None:
     """What is sent decides what is returned: a tensor for a tensor, a list for a list, however the shape was given."""
 
     def body(communicator: P2PCommunicator) -> Any:
@@ -170,7 +170,7 @@ def test_with_overlap_handles_come_back_keyed(size: int, way: str) -> None:
         assert same(up, filled(50 + (rank + 1) % size))
 
 
-def test_only_what_is_asked_for_has_a_handle() -> None:
+def test_only_requested_transfers_have_handles() -> None:
     def body(communicator: P2PCommunicator) -> Any:
         if communicator.rank == 0:
             got, handles = communicator.send_forward_recv_forward(filled(7), False, SHAPE, overlap_p2p_comm=True)
@@ -224,7 +224,7 @@ def test_waiting_without_a_peer_ends_at_the_timeout() -> None:
 # -- what Megatron's schedules read besides ---------------------------------------------------------------------------
 
 
-def test_attributes() -> None:
+def test_the_communicator_has_megatrons_attributes() -> None:
     communicator = lonely(virtual_pipeline_model_parallel_size=2)
     assert (communicator.prev_rank, communicator.next_rank) == (0, 2)
     assert communicator.virtual_pipeline_model_parallel_size == 2

@@ -34,7 +34,7 @@ def test_the_last_used_entries_that_fit_are_kept(calls: list[tuple[int, bool, in
         assert list(cache.entries.values()) == [str(key) for key, _ in kept]
 
 
-def test_another_threads_value_that_was_first_is_kept() -> None:
+def test_the_value_that_another_thread_put_first_is_kept() -> None:
     cache: BoundedCache[str, list[int]] = BoundedCache(10)
     first = cache.put("a", [1], 1)
     assert cache.put("a", [1], 1) is first

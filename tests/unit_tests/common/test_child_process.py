@@ -17,7 +17,7 @@ MODULE = "megatron_pp.features.packing.ahead"
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_it_imports_nothing_from_the_current_folder_nor_from_pythonpath(
+def test_a_child_process_imports_nothing_from_the_current_folder_or_pythonpath(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("dataclasses", "json", "sitecustomize", "usercustomize"):
@@ -32,7 +32,7 @@ def test_it_imports_nothing_from_the_current_folder_nor_from_pythonpath(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_question_to_one_that_is_stopped_does_not_block() -> None:
+def test_a_request_to_a_stopped_child_process_does_not_block() -> None:
     child = Child(MODULE)
     child.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
@@ -46,7 +46,7 @@ def test_a_question_to_one_that_is_stopped_does_not_block() -> None:
     child.end()
 
 
-def test_one_that_is_killed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_child_process_raises_an_error_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     child = Child(MODULE)
     child.process.kill()
     child.ask({})
@@ -69,7 +69,7 @@ print(status, len(steps.next().slots))
 """
 
 
-def test_a_forked_process_that_exits_leaves_it_alone() -> None:
+def test_a_forked_process_that_exits_does_not_end_the_child_process() -> None:
     program = [sys.executable, "-c", FORKING]
     ran = subprocess.run(
         program, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}
@@ -92,7 +92,7 @@ answer_questions(answer, 0)
 """
 
 
-def test_a_program_that_ends_before_the_answer_gets_no_traceback() -> None:
+def test_a_program_that_ends_before_the_answer_prints_no_traceback() -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

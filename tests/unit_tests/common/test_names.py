@@ -22,18 +22,18 @@ from megatron_pp.plan.orders import SCHEDULES, find_family
         *(("nonsense", ""), ("", ""), ("--", "")),
     ],
 )  # fmt: skip
-def test_capitals_signs_and_slips_do_not_count(given, meant):
+def test_the_nearest_name_ignores_case_punctuation_and_typing_errors(given, meant):
     assert nearest_name(given, SCHEDULES) == meant
 
 
-def test_the_message():
+def test_an_unknown_name_is_reported_with_the_nearest_and_the_possible_names():
     assert unknown("colour", "gren", ["red", "green"]) == (
         "colour 'gren' is not known (did you mean green?); it is one of red, green"
     )
     assert unknown("colour", 7, ["red", "green"]) == "colour 7 is not known; it is one of red, green"
 
 
-def test_the_librarys_errors_suggest_too():
+def test_plan_errors_suggest_the_nearest_name():
     with pytest.raises(PlanError, match=r"schedule 'zbv' is not known \(did you mean zb_v\?\); it is one of gpipe"):
         find_family("zbv")
     with pytest.raises(PlanError, match=r"lowering policy 'Overlap' is not known \(did you mean overlap\?\)"):

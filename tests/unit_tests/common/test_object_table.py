@@ -19,7 +19,7 @@ PACKAGE = Path(megatron_pp.__file__).parent
 CALLBACKS = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}
 
 
-def test_values_go_with_their_keys_and_never_to_another() -> None:
+def test_a_value_is_removed_with_its_key_and_never_found_under_another() -> None:
     table: ObjectTable[str] = ObjectTable()
     one, two = torch.nn.Identity(), torch.nn.Identity()
     table[one] = "one"
@@ -41,7 +41,7 @@ class AnotherThread(dict[int, Any]):
         return super().pop(number, default)
 
 
-def test_two_threads_may_drop_what_belonged_to_the_same_key() -> None:
+def test_two_threads_may_drop_the_entry_of_the_same_key() -> None:
     table: ObjectTable[str] = ObjectTable()
     key = torch.nn.Identity()
     table[key] = "gone"
@@ -72,7 +72,7 @@ def test_the_death_of_a_model_that_was_trained_runs_no_code_of_tables() -> None:
     assert not called
 
 
-def test_the_package_has_no_container_that_does() -> None:
+def test_the_package_uses_no_weak_container_whose_cleanup_runs_python_code() -> None:
     """But for the virtual devices, which are for tests."""
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"

@@ -30,7 +30,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str, links: bool) -
         open_plain(special(tmp_path / "file", kind), links=links)
 
 
-def test_a_link_to_a_file_where_links_will_do(tmp_path: Path) -> None:
+def test_a_link_to_a_file_is_read_if_links_are_allowed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("content")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     assert read_plain(tmp_path / "link", 7, links=True) == b"content"

@@ -18,7 +18,9 @@ from megatron_pp.config.hybrid_pattern import HybridPattern
         (None, ("",), ()),
     ],
 )
-def test_stages_and_predictions(text: str | None, stages: tuple[str, ...], predictions: tuple[str, ...]) -> None:
+def test_a_hybrid_pattern_is_read_as_stages_and_predictions(
+    text: str | None, stages: tuple[str, ...], predictions: tuple[str, ...]
+) -> None:
     found = HybridPattern.read(text)
     assert found == (stages, predictions)
     assert found.layers == "".join(stages)

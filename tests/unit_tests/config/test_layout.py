@@ -18,7 +18,7 @@ def sizes(stages):
     return [len(stage) for stage in stages]
 
 
-def test_even_division():
+def test_layers_are_divided_evenly_over_stages():
     assert place_layers(8, 2, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
@@ -58,7 +58,7 @@ def test_repetitions_multiply_whole_stages_as_in_megatron():
         ({"account_for_embedding": True, "account_for_loss": True}, [2, 3, 3, 2]),
     ],
 )
-def test_ends_of_their_own(arguments, expected):
+def test_first_and_last_stage_may_have_their_own_number_of_layers(arguments, expected):
     assert sizes(place_layers(10, 4, **arguments)) == expected
 
 
@@ -139,7 +139,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("sizes", "arguments", "sentence"), REFUSED)
-def test_what_would_lose_or_repeat_a_layer_is_refused(sizes, arguments, sentence):
+def test_layouts_that_lose_or_repeat_a_layer_are_refused(sizes, arguments, sentence):
     with pytest.raises(LayoutError, match=sentence):
         place_layers(*sizes, **arguments)
 
@@ -163,13 +163,13 @@ def test_the_numbers_of_layers_that_are_named_are_the_nearest_that_work(layers, 
             assert not any(works(n) for n in range(layers + 1, named[-1]) if n not in named)
 
 
-def test_an_absurd_number_of_stages_is_refused_at_once():
+def test_an_absurd_number_of_stages_is_refused_immediately():
     with pytest.raises(LayoutError, match=r"nearest num_layers: 999999999$"):
         place_layers(4, 999_999_999)
 
 
 @pytest.mark.parametrize("account", [0.5, float("nan")])
-def test_an_account_that_is_no_switch_does_not_search_for_ever(account):
+def test_an_account_setting_that_is_not_boolean_ends_the_search(account):
     """For a number of layers that such a number divides."""
     with pytest.raises(LayoutError, match=r"nearest num_layers: 3 or 5"):
         place_layers(4, 2, account_for_embedding=account)

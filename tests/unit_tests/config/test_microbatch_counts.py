@@ -23,7 +23,7 @@ def bubble(schedule: str, size: int, chunks: int, count: int, group: int) -> flo
 
 
 @pytest.mark.parametrize(("size", "chunks"), list(itertools.product((2, 3, 4), (2, 3))))
-def test_full_speed_is_the_schedule_at_its_own_bubble(size, chunks):
+def test_a_full_speed_count_has_the_schedules_own_bubble(size, chunks):
     own_bubble = 3 * (size - 1)
     for group, count in itertools.product((size, size + 1, 2 * size), range(1, 4 * size + 2)):
         measured = bubble("interleaved_1f1b", size, chunks, count, group)

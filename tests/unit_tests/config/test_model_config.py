@@ -49,7 +49,7 @@ def test_fields_left_none_are_derived_as_megatron_does():
         assert ModelParallelConfig(**PIPELINE, **{f"{flags[0]}_p2p_comm": flags[1]}).lowering_policy == policy
 
 
-def test_an_option_that_is_none_is_answered_with_the_nearest_one():
+def test_an_unknown_option_is_refused_with_the_nearest_name():
     with pytest.raises(TypeError, match=r"no option 'pipline_schedule' \(did you mean pipeline_schedule\?\)"):
         TransformerConfig(**PIPELINE, **MODEL, pipline_schedule="zb_v")
     with pytest.raises(TypeError, match=r"ModelParallelConfig has no option 'num_layers'$"):
@@ -280,7 +280,7 @@ def test_settings_are_read_anew_from_a_config_that_changes():
         ("overlapped_forward_backward", 3, "config.overlapped_forward_backward is 3; it must be a callable, or None"),
     ],
 )
-def test_settings_refuse_what_a_foreign_config_got_wrong(field, value, sentence):
+def test_settings_refuse_wrong_values_of_a_foreign_config(field, value, sentence):
     with pytest.raises(ScheduleInputError, match=f"^{re.escape(sentence)}"):
         StepSettings.from_config(SimpleNamespace(overlap_p2p_comm=True, **{field: value}))
 
@@ -297,7 +297,7 @@ def test_what_a_plan_needs_is_importable_without_torch():
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
-def test_a_number_that_is_absurd_is_refused_at_once():
+def test_an_absurd_number_is_refused_immediately():
     """Not after a walk to the nearest one that is possible."""
     with pytest.raises(ConfigError, match="nearest: 999999999 processes"):
         fit_grid(2, pipeline_parallel=999_999_999)

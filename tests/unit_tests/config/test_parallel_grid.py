@@ -32,7 +32,7 @@ def test_groups_are_megatrons(sizes):
         assert sorted(grid.groups(*along)) == sorted(generator.get_ranks(names)), along
 
 
-def test_data_parallelism_takes_what_is_left():
+def test_data_parallel_size_is_the_rest_of_the_world_size():
     assert fit_grid(12, tensor_parallel=2, pipeline_parallel=3) == Grid(2, 1, 2, 3)
 
 
@@ -55,7 +55,7 @@ def test_sizes_below_one_are_refused(name):
         fit_grid(4, **{name: 0})
 
 
-def test_asking_before_anything_exists_says_what_to_call():
+def test_parallel_state_before_initialisation_names_the_function_to_call():
     assert not parallel_state.model_parallel_is_initialized()
     assert parallel_state.get_virtual_pipeline_model_parallel_world_size() is None
     with pytest.raises(parallel_state.ParallelStateError, match="initialize_model_parallel"):

@@ -37,7 +37,7 @@ def cells() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_it_runs(cells: list[dict[str, Any]]) -> None:
+def test_the_notebook_runs(cells: list[dict[str, Any]]) -> None:
     code = "\n".join("".join(cell["source"]) for cell in cells)
     command = [sys.executable, "-c", PRELUDE + code + END]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -47,5 +47,5 @@ def test_it_runs(cells: list[dict[str, Any]]) -> None:
     assert "1f1b " in done.stdout
 
 
-def test_it_has_no_outputs(cells: list[dict[str, Any]]) -> None:
+def test_the_notebook_is_stored_without_outputs(cells: list[dict[str, Any]]) -> None:
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)

@@ -241,6 +241,6 @@ def test_a_toml_file_gives_settings_which_flags_override(tmp_path: Path) -> None
     assert settings.model.batch_p2p_comm is False
 
 
-def test_a_switch_that_may_be_open_is_a_switch() -> None:
+def test_an_optional_boolean_setting_has_on_and_off_flags() -> None:
     found = [parse(argv).model.batch_p2p_comm for argv in ([], ["--batch-p2p-comm"], ["--no-batch-p2p-comm"])]
     assert found == [None, True, False]

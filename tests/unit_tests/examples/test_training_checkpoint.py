@@ -96,7 +96,7 @@ def forge(path: Path, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("given", ["checkpoints", ".", "checkpoints/step-00000004"])
-def test_what_is_saved_is_loaded(tmp_path: Path, given: str) -> None:
+def test_a_saved_checkpoint_loads_unchanged(tmp_path: Path, given: str) -> None:
     path = save(tmp_path / "checkpoints", 4)
     found = find_checkpoint(tmp_path / given)
     assert found.path.resolve() == path.resolve()
@@ -118,7 +118,7 @@ def test_the_newest_are_kept_and_a_step_saved_again_leaves_the_first_whole(tmp_p
     assert is_whole(tmp_path / "step-00000005", 5)
 
 
-def test_where_there_is_no_checkpoint_or_no_place_for_one(tmp_path: Path) -> None:
+def test_missing_checkpoints_and_unwritable_folders_raise_errors(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(CheckpointWriteError, match=f"{tmp_path}/checkpoints cannot be written"):
         save(tmp_path / "checkpoints", 1)
@@ -146,7 +146,7 @@ class _Bomb:
 
 @pytest.mark.parametrize("name", [".metadata", DESCRIPTION, TENSORS_FILE, "a forged file"])
 @pytest.mark.parametrize("kind", ["runs", "sets an attribute"])
-def test_no_pickle_acts(tmp_path: Path, name: str, kind: str) -> None:
+def test_a_checkpoint_never_runs_pickled_code(tmp_path: Path, name: str, kind: str) -> None:
     path, proof = save(tmp_path / "checkpoints", 1), tmp_path / "was-run"
     content = pickle.dumps(_Bomb(proof)) if kind == "runs" else SETS_AN_ATTRIBUTE
     (path / (TENSORS_FILE if name == "a forged file" else name)).write_bytes(content)
@@ -201,7 +201,7 @@ def test_a_description_that_names_another_place_is_refused(tmp_path: Path, file:
         ({"tensor": {"path": "/etc/passwd"}}, "description.tensors.w: ['path'] is missing or unknown"),
     ],
 )
-def test_a_description_that_cannot_be_is_refused_in_words(
+def test_an_impossible_checkpoint_description_is_refused_with_a_reason(
     tmp_path: Path, fields: dict[str, Any] | bytes, words: str
 ) -> None:
     path = save(tmp_path, 1)
@@ -237,7 +237,7 @@ BYTEARRAY = b"\x80\x02c__builtin__\nbytearray\nJ\x00\x00\x00\x40\x85R."  # a GiB
         (lambda saved: b"no archive", "not a zip file"),
     ],
 )
-def test_what_expands_is_refused_before_it_does(tmp_path: Path, forged: Any, words: str) -> None:
+def test_a_compressed_checkpoint_is_refused_before_it_expands(tmp_path: Path, forged: Any, words: str) -> None:
     path = save(tmp_path, 1)
     saved = io.BytesIO()
     torch.save(torch.zeros(40), saved)

@@ -54,7 +54,7 @@ def test_a_file_system_without_locks_is_mentioned(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "no folder"])
-def test_what_is_no_lock_file_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_no_lock_file_is_refused(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "run"
     if kind == "no folder":
         folder.write_text("mine")
@@ -82,7 +82,7 @@ def test_a_folder_whose_files_are_links_is_refused(tmp_path: Path, name: str, ki
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the system's own means")
-def test_a_process_whose_launcher_has_ended_before_it_could_ask_ends_too() -> None:
+def test_a_process_whose_launcher_ended_before_it_registered_ends_too() -> None:
     """That one whose launcher lives goes on, test_train_script.py shows."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -81,7 +81,7 @@ def test_adamw_decays_matrices_only() -> None:
         torch.testing.assert_close(parameter.detach(), expected)
 
 
-def test_adamw_is_that_of_torch_and_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adamw_equals_torchs_and_imports_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, over steps of several learning rates. Importing the compiler takes a second of each rank's start."""
     settings = Settings(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6, weight_decay=0.3)
     torch.manual_seed(0)
@@ -113,7 +113,7 @@ def test_a_rank_without_parameters_takes_its_steps() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_a_wish_and_the_next_one_is_the_same_wish(number: signal.Signals) -> None:
+def test_repeated_signals_request_one_stop(number: signal.Signals) -> None:
     with handlers_kept():
         stop = StopRequest()
         assert stop.first is None
@@ -151,7 +151,7 @@ def error_file(folder: Path, local_rank: int) -> str:
     return str(path)
 
 
-def test_a_rank_whose_folder_is_gone_speaks_for_itself(
+def test_a_rank_without_its_error_folder_prints_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "0" / "error.json"))
@@ -159,7 +159,7 @@ def test_a_rank_whose_folder_is_gone_speaks_for_itself(
     assert "OSError: [Errno 5] the disk has gone away" in capsys.readouterr().err
 
 
-def test_the_launchers_last_line_is_what_a_rank_says_of_another_in_the_last_start(tmp_path: Path) -> None:
+def test_the_launchers_last_line_quotes_the_peer_error_of_the_last_start(tmp_path: Path) -> None:
     said = {(0, 0): "ValueError: old", (1, 0): "OSError: gone\nmore", (1, 1): "PipelinePeerError: rank 0 raised\nmore"}
     failure = ProcessFailure(local_rank=1, pid=7, exitcode=1, error_file="none")
     with mock.patch.dict(os.environ):  # which it changes

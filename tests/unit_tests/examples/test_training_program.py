@@ -118,7 +118,7 @@ def test_a_finished_run_has_nothing_to_resume(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_a_strangers_run_leads_into_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_never_follows_a_link_into_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A second folder whose checkpoints are a link to those of the first, however it is named to --resume."""
     mine, strange = tmp_path / "mine", tmp_path / "strange"
     train_here(flags(mine, "--train-steps 1 --keep-checkpoints 1"))

@@ -69,7 +69,7 @@ def test_a_run_without_a_folder_of_its_own_is_found_again(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("flags", [[], ["--config", "small.toml"]])
-def test_a_run_lies_in_the_project_wherever_it_is_started(
+def test_run_folders_are_in_the_project_whatever_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
     (tmp_path / "small.toml").write_text("num_layers = 4")
@@ -100,7 +100,7 @@ def test_a_schedule_that_is_given_anew_brings_its_own_chunks(tmp_path: Path) -> 
     assert (resumed.model.virtual_pipeline_model_parallel_size, resumed.model.overlap_p2p_comm) == (None, True)
 
 
-def test_each_start_meets_in_a_place_of_its_own() -> None:
+def test_each_start_uses_its_own_rendezvous_key() -> None:
     """Three starts over one store; before the third, a process has drawn a number and died."""
     store = dist.HashStore()
     places: list[set[str]] = []

@@ -68,7 +68,9 @@ def test_a_history_is_short() -> None:
         ((), (3, 0, 1, 1), None),  # the record of a rank that says nothing
     ],
 )
-def test_where_two_histories_part(mine: Any, theirs: Any, found: Difference | None) -> None:
+def test_difference_finds_the_first_step_in_which_two_histories_differ(
+    mine: Any, theirs: Any, found: Difference | None
+) -> None:
     assert difference(mine, theirs) == found
     assert difference(theirs, mine) == (None if found is None else Difference(found.step, found.theirs, found.mine))
 
@@ -149,7 +151,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_who_differs_in_what(case: Case) -> None:
+def test_a_mismatch_names_the_rank_and_the_field(case: Case) -> None:
     there = {} if case.there is None else {1: case.there}
     entries = entries_in(case.step, case.entries, there, _agreements())
     assert (entries == case.entries) != have_gone_on(case.entries, there, case.step)
@@ -163,7 +165,7 @@ def test_who_differs_in_what(case: Case) -> None:
     assert arrived(case.entries, 5) == {rank for rank, entry in case.entries.items() if entry.step == 5}
 
 
-def test_what_differs_is_named_although_nobody_published_it_anew() -> None:
+def test_a_late_mismatch_is_named_from_earlier_agreements() -> None:
     mine = (5, 0, 1, 1, 2, 2)
     there = {1: Progress(5, IN_STEP, history=mine), 2: Progress(5, IN_STEP, history=(*mine, 5, 1))}
     found = find_late_mismatch(0, Progress(5, IN_STEP, history=mine), there, _agreements())
@@ -248,7 +250,7 @@ def test_ranks_that_come_back_to_different_plans(odd_one: int) -> None:
         assert f"rank {odd_one} has 4" in str(error)
 
 
-def test_a_new_plan_here_and_an_old_one_there() -> None:
+def test_a_rank_with_a_new_plan_and_a_rank_with_an_old_plan_raise_a_mismatch() -> None:
     raised = _run(lambda rank, step: 8 if (rank, step) == (1, 5) else 4 + 2 * (step % 2), steps=6)
     for _, error in raised:
         assert isinstance(error, PipelineMismatchError), error
@@ -319,7 +321,7 @@ def _keys(seed: int) -> Iterator[int]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_turns")
-def test_ranks_that_change_plans_alike_never_differ() -> None:
+def test_ranks_that_change_plans_together_never_differ() -> None:
     store = dist.HashStore()
 
     def train(rank: int) -> int:

@@ -126,7 +126,7 @@ def test_a_rank_that_has_ended_in_order_is_not_accused(gone: Process) -> None:
 
 
 @pytest.mark.slow
-def test_what_follows_a_step_may_take_any_time() -> None:
+def test_code_after_a_step_may_take_any_time() -> None:
     """Of ranks that show life."""
     rank = First(timeout=1.0)
     until = time.monotonic() + 3.0
@@ -177,7 +177,7 @@ def test_the_watch_ends_with_the_store() -> None:
 
 
 @pytest.mark.slow
-def test_what_was_found_between_steps_is_raised_where_the_communicator_is_asked_for(gone: Process) -> None:
+def test_a_failure_found_between_steps_is_raised_when_the_communicator_is_requested(gone: Process) -> None:
     """Its group is aborted by then."""
     rank, group, config = First(), ThreadGroup(0, 2), toy_config()
     transport = MemoryNetwork(2).transport(0)
@@ -245,7 +245,7 @@ def test_a_rank_without_a_heartbeat_is_found_between_steps_too() -> None:
     rank.guard.close()
 
 
-def test_the_program_ends_with_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_dies_of_a_collective_prints_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
     rank = First()
     rank.other.publish_failure(Failure(EXCEPTION, "p", 1, 1, "", WORK, "ValueError", "bad"))
     attach.GUARDS[rank.guard] = None

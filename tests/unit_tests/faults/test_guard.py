@@ -303,7 +303,7 @@ def test_after_a_failure_the_guard_is_closed(guard_of: Any, kind: type[BaseExcep
         wait_until_aborted(other_source)
 
 
-def test_what_was_published_before_a_guard_was_made_does_not_concern_it(guard_of: Any) -> None:
+def test_failures_published_before_a_guard_was_made_are_ignored(guard_of: Any) -> None:
     store = dist.HashStore()
     old, source = guard_of(0, store)
     with pytest.raises(ValueError, match="old"), old.step(source):
@@ -314,7 +314,7 @@ def test_what_was_published_before_a_guard_was_made_does_not_concern_it(guard_of
 
 
 @pytest.mark.slow
-def test_what_does_not_leave_its_step_meets_stronger_means(guard_of: Any) -> None:
+def test_a_rank_that_does_not_leave_its_step_is_escalated(guard_of: Any) -> None:
     """Blocked in a collective of another group, where aborting the communicator does not help."""
     stronger = threading.Event()
     store = dist.HashStore()
@@ -325,7 +325,7 @@ def test_what_does_not_leave_its_step_meets_stronger_means(guard_of: Any) -> Non
         torch._assert_async(torch.tensor(False), "Application timeout caused pair closure")  # in C++
 
 
-def test_the_success_path_asks_nothing_of_the_store(guard_of: Any) -> None:
+def test_a_step_without_failures_makes_no_store_calls_from_the_main_thread(guard_of: Any) -> None:
     """Entering and leaving a step only assigns; only the heartbeat thread calls the store."""
     calls: list[str] = []
     main = threading.get_ident()
@@ -378,7 +378,7 @@ def test_an_error_that_passes_two_guards_is_reported_once(guard_of: Any) -> None
     assert (found.message, found.instruction) == ("inner", str(source.plan.programs[0][0]))
 
 
-def test_what_is_watched_has_a_name_in_the_error(guard_of: Any) -> None:
+def test_the_error_names_the_watched_phase(guard_of: Any) -> None:
     store = dist.HashStore()
     one, _ = guard_of(0, store)
     two, other_source = guard_of(1, store)

@@ -63,7 +63,7 @@ def test_an_abort_that_does_not_return_is_not_waited_for(
     assert "aborting an NCCL communicator: " in caplog.text, "said here, not in the next test"
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_user_settings_of_nccl_variables_are_kept() -> None:
     environ = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     leave_failures_to_the_guard(environ)
     assert environ == {**SETTINGS, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}

@@ -86,7 +86,7 @@ def test_an_update_without_the_store_is_refused(guard: Any, monkeypatch: pytest.
         optimizer.step()
 
 
-def test_optimizers_of_other_threads_are_not_its_own(guard: Any) -> None:
+def test_optimizers_of_other_threads_are_not_checked(guard: Any) -> None:
     publish(guard)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     assert raised_by(1, lambda rank: optimizer.step()) == [None]

@@ -46,7 +46,7 @@ def test_private_fields_are_fields_of_a_spec() -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_ranks_that_differ_in_them_neither_hang_nor_take_one_message_for_another(name: str) -> None:
+def test_ranks_that_differ_in_private_fields_neither_hang_nor_mix_up_messages(name: str) -> None:
     rng, seen = random.Random(f"private {name}"), set[str]()
     for _ in range(600 if EXHAUSTIVE else 12):
         plan, differ = mixture(drawn_spec(name, rng), rng)
@@ -67,7 +67,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changed", [0, 1], ids="of rank {}".format)
 @pytest.mark.parametrize("field", CHANGES)
-def test_a_rank_may_change_them_alone_between_two_steps(field: str, changed: int) -> None:
+def test_one_rank_may_change_private_fields_between_two_steps(field: str, changed: int) -> None:
     """Its peers do not know of that, and compare nothing."""
 
     def train(rank: Rank) -> list[ToyResult]:
@@ -88,7 +88,7 @@ def test_a_rank_may_change_them_alone_between_two_steps(field: str, changed: int
 
 
 @pytest.mark.parametrize("field", ["device", "lookahead"])
-def test_ranks_that_differ_in_what_is_not_private_are_told_apart(field: str) -> None:
+def test_ranks_that_differ_in_shared_fields_raise_a_mismatch(field: str) -> None:
     """Some mixtures of plans that differ in these hang: see the test below."""
     spec = PlanSpec("1f1b", 2, 1, 4, device=(ONE_QUEUE, ANY_WAIT))
     other = replace(spec, **{"device": {"device": (ONE_QUEUE,)}, "lookahead": {"lookahead": 0}}[field])

@@ -94,7 +94,9 @@ def test_reductions_beside_an_interleaved_pipeline(phase: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BEFORE_UPDATES)
-def test_a_guard_that_lets_such_an_update_through_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guard_that_lets_an_update_through_after_an_abort_is_found(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By this rule alone: every rank that is past the update has finished its step in order."""
     for (kind, method), wrong in BEFORE_UPDATES[name].items():
         monkeypatch.setattr(kind, method, wrong)

@@ -55,12 +55,12 @@ def test_ranks_that_begin_with_different_numbers() -> None:
         assert error_of(outcome).values[1] == "101 (begins with 101)"
 
 
-def test_a_rank_that_alone_gives_none() -> None:
+def test_a_rank_without_a_step_number_is_named() -> None:
     for outcome in run_programs([training(2), [Call()] * 2, training(2)]):
         assert error_of(outcome).values[1] == "none"
 
 
-def test_moves_that_were_both_agreed_on_before_are_compared_in_the_background() -> None:
+def test_step_number_changes_that_were_agreed_on_before_are_compared_in_the_background() -> None:
     """Two calls a number; rank 1 makes one too many."""
     programs = [[Call(number=number) for number in range(1, 2000) for _ in range(2)] for _ in range(SIZE)]
     programs[1].insert(8, Call(number=4))
@@ -90,7 +90,7 @@ def test_no_step_is_run_in_which_numbers_differ(
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=8))
-def test_ranks_that_count_alike_never_differ(calls: list[tuple[int, bool]]) -> None:
+def test_equal_step_numbers_never_differ(calls: list[tuple[int, bool]]) -> None:
     program = [Call(number=number, forward_only=only) for number, only in calls]
     assert run_programs([program] * SIZE) == [Outcome(len(program), None)] * SIZE
 
@@ -102,7 +102,7 @@ def test_a_number_that_counts_up_costs_no_comparison(monkeypatch: pytest.MonkeyP
     assert len(entries) == 2 * SIZE
 
 
-def test_moves() -> None:
+def test_changes_of_the_step_number_are_described() -> None:
     numbers = StepNumber()
     assert [numbers.move(n) for n in (5, 6, 6, 7, 4)] == [
         "begins with 5",
@@ -117,7 +117,7 @@ def given_step_number(**fields: Any) -> int | None:
     return StepSettings.from_config(SimpleNamespace(**fields)).given_step_number()
 
 
-def test_what_a_config_may_give() -> None:
+def test_the_step_number_may_be_a_number_or_a_function() -> None:
     assert given_step_number() is None
     assert given_step_number(step_number=None) is None
     assert given_step_number(step_number=7) == 7

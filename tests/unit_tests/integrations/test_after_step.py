@@ -37,7 +37,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return made
 
 
-def test_steps_are_what_they_were_and_come_back(module: ModuleType) -> None:
+def test_watched_optimizer_steps_return_their_results_and_are_restored(module: ModuleType) -> None:
     before, hook = vars(Chained)["step"], sys.excepthook
     for _ in range(2):
         after_step.watch_what_follows()
@@ -63,7 +63,7 @@ def test_an_exception_is_raised_as_the_guard_says(module: ModuleType, monkeypatc
         removal.leave_what_follows()
 
 
-def test_another_hook_that_came_later_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_excepthook_set_later_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", theirs := SimpleNamespace())
     removal.leave_what_follows()
     assert sys.excepthook is theirs

@@ -41,7 +41,7 @@ def imported_anew(body: str = "return 'anew'") -> types.ModuleType:
     return stand_in("0.20.0", body)
 
 
-def test_what_the_collector_makes_of_its_arguments_is_no_holder(
+def test_the_collectors_own_argument_tuple_is_not_reported_as_a_holder(
     schedules: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As since Python 3.13, whose `gc.get_referrers` reports the tuple of its own arguments."""

@@ -45,7 +45,7 @@ def stand_in(version: str, body: str = "...", **changed: str) -> types.ModuleTyp
     return schedules
 
 
-def test_without_megatron() -> None:
+def test_install_without_megatron_raises_an_error() -> None:
     with mock.patch.dict(sys.modules, {"megatron": None}):
         with pytest.raises(UnknownMegatronError, match=r"cannot be imported .*; install it: pip install"):
             megatron_core.install()

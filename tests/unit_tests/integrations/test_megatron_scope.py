@@ -86,7 +86,9 @@ def reason(version: str, config: dict[str, Any], **arguments: Any) -> str | None
         ("0.18.0", {"cuda_graph_impl": "none", "cuda_graph_scope": None}, None),
     ],
 )
-def test_what_a_config_asks_for_and_the_engine_lacks(version: str, config: dict[str, Any], named: str | None) -> None:
+def test_config_settings_that_the_engine_lacks_leave_steps_to_megatron(
+    version: str, config: dict[str, Any], named: str | None
+) -> None:
     why = reason(version, config)
     assert (why is None) == (named is None), why
     assert named is None or named in why

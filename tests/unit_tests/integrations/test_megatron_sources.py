@@ -51,7 +51,7 @@ def test_functions_that_differ_are_named() -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_what_the_program_has_put_there_is_not_megatrons() -> None:
+def test_functions_replaced_by_the_program_are_not_counted_as_megatrons() -> None:
     schedules = published_schedules("0.20.0", "return None")
 
     @functools.wraps(schedules.backward_step)
@@ -68,7 +68,7 @@ def test_what_the_program_has_put_there_is_not_megatrons() -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_what_known_functions_make_use_of_need_not_be_read() -> None:
+def test_callees_of_known_functions_are_not_read() -> None:
     assert known_entries(published_schedules("0.20.0")) == [*ENTRIES]
     assert known_entries(published_schedules("0.20.0", "return None")) == [*ENTRIES[1:]]
     replaced = published_schedules("0.20.0")

@@ -139,7 +139,7 @@ def test_the_row_of_a_version(version: str, release: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.13.1", "0.9.0", "unknown"])
-def test_older_than_the_table(version: str) -> None:
+def test_a_release_older_than_the_table_is_refused(version: str) -> None:
     with pytest.raises(UnknownMegatronError, match=r"oldest supported release is 0\.14"):
         megatron_versions.row_of(version)
 
@@ -185,7 +185,7 @@ def forward_backward(*, model: Module, num_microbatches: int, slots=None):
 """
 
 
-def test_what_a_function_makes_use_of() -> None:
+def test_names_that_a_function_uses_are_found() -> None:
     assert names_read(SOURCE) == {
         *("traced", "get_model_config", "forward_step", "forward_step(slot=)", "partial", "backward_step"),
         *("config.graph_slots", "config.graphs", "config.timers", "config.finalize", "config.finalize(groups=)"),

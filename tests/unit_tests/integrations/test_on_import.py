@@ -45,7 +45,7 @@ class Calls:
             raise self.error
 
 
-def test_it_is_called_once_when_all_modules_are_complete() -> None:
+def test_the_import_hook_runs_once_when_all_modules_are_imported() -> None:
     calls = Calls()
     WhenImported(NAMES, calls)
     assert calls.versions == []
@@ -55,7 +55,7 @@ def test_it_is_called_once_when_all_modules_are_complete() -> None:
     assert calls.versions == [3]
 
 
-def test_it_is_called_again_where_modules_are_removed_and_imported_anew(library: Path) -> None:
+def test_the_import_hook_runs_again_if_modules_are_removed_and_imported_anew(library: Path) -> None:
     """Or reloaded; where another observer waits for the same ones too."""
     calls, others = Calls(), Calls()
     WhenImported(NAMES, calls)
@@ -81,14 +81,14 @@ def test_modules_keep_their_own_loaders(library: Path) -> None:
         assert module.__loader__.get_source(name) == Path(str(module.__file__)).read_text()
 
 
-def test_it_is_called_at_once_where_they_have_been_imported() -> None:
+def test_the_import_hook_runs_immediately_if_the_modules_are_imported() -> None:
     importlib.import_module("imported_library")
     calls = Calls()
     WhenImported(NAMES, calls)
     assert calls.versions == [3]
 
 
-def test_it_waits_where_an_import_fails(library: Path) -> None:
+def test_the_import_hook_waits_if_an_import_fails(library: Path) -> None:
     calls = Calls()
     WhenImported(NAMES, calls)
     (library / "__init__.py").write_text("1 / 0")
@@ -101,13 +101,13 @@ def test_it_waits_where_an_import_fails(library: Path) -> None:
     assert calls.versions == [4444]
 
 
-def test_its_error_is_that_of_the_import() -> None:
+def test_an_error_of_the_import_hook_is_raised_by_the_import() -> None:
     WhenImported(NAMES, Calls(LookupError("not today")))
     with pytest.raises(LookupError, match="not today"):
         importlib.import_module("imported_library")
 
 
-def test_a_module_that_is_not_there_is_missing_as_always() -> None:
+def test_a_missing_module_raises_the_usual_import_error() -> None:
     WhenImported(["imported_library.other"], Calls())
     with pytest.raises(ModuleNotFoundError, match=r"imported_library\.other"):
         importlib.import_module("imported_library.other")

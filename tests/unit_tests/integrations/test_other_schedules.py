@@ -225,7 +225,7 @@ def test_a_module_that_is_loaded_again_gets_the_engine_by_the_next_install(
     assert caplog.messages == []
 
 
-def test_schedules_of_another_engine_are_said_at_install_or_at_the_end(
+def test_schedules_of_another_engine_are_reported_at_install_or_at_exit(
     schedules: types.ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     megatron_core.install()
@@ -306,7 +306,7 @@ def closure_of(function: Any) -> Any:
         (closure_of, "closure_of.<loc"),
     ],
 )
-def test_what_keeps_a_schedule_of_before_is_named(
+def test_objects_that_still_hold_megatrons_schedule_are_named(
     keep: Any, named: str, schedules: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = keep(schedules.get_forward_backward_func())

@@ -165,7 +165,7 @@ def test_paths_and_functions_are_values_of_keywords() -> None:
     assert taken.overrides == {"trace_dir": "traces", **values}
 
 
-def test_who_decides_one_of_overlap_and_batch_decides_both(environment: Callable[..., None]) -> None:
+def test_setting_overlap_p2p_comm_sets_batch_p2p_comm_to_its_opposite(environment: Callable[..., None]) -> None:
     megatrons = SimpleNamespace(overlap_p2p_comm=False, batch_p2p_comm=True)
     assert StepSettings.from_config(megatrons, read_settings(overlap_p2p_comm=True).overrides).policy == "overlap"
     megatrons = SimpleNamespace(overlap_p2p_comm=True, batch_p2p_comm=False)
@@ -315,9 +315,7 @@ def test_before_python_3_11_the_parser_is_tomli_and_is_named_where_it_is_missing
     )
 
 
-def test_a_setting_that_there_was_is_refused_with_what_to_do_instead(
-    tmp_path: Path, environment: Callable[..., None]
-) -> None:
+def test_a_removed_setting_is_refused_with_advice(tmp_path: Path, environment: Callable[..., None]) -> None:
     advice = "pipeline_replan is no longer a setting: plans no longer change while a job runs. Leave it out."
     assert refusal(pipeline_replan="every:100").startswith(f"install(): {advice}")
     file = tmp_path / "old.toml"

@@ -28,7 +28,7 @@ class Group:
         return "pipeline"
 
 
-def test_a_mirrored_group_is_the_group_but_for_its_rank() -> None:
+def test_a_mirrored_group_equals_its_group_except_for_the_rank() -> None:
     group = Group()
     seen = mirrored(group, 1)
     assert isinstance(seen, MirroredGroup)
@@ -71,7 +71,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return chunks
 
 
-def test_a_function_is_asked_as_the_chunk_where_models_are_in_a_v(entered: list[int]) -> None:
+def test_a_wrapped_function_sees_the_stage_of_the_chunk_in_a_v(entered: list[int]) -> None:
     use = Use()
     asked = ByChunk(is_last_stage, use)
     assert inspect.signature(asked) == inspect.signature(is_last_stage)
@@ -87,7 +87,7 @@ def test_a_function_is_asked_as_the_chunk_where_models_are_in_a_v(entered: list[
     assert entered == [1, 0]
 
 
-def test_a_method_is_asked_as_the_chunk(entered: list[int]) -> None:
+def test_a_wrapped_method_sees_the_stage_of_the_chunk(entered: list[int]) -> None:
     class Layout:
         def offset(self, layer_type: str, vp_stage: int | None = None) -> Any:
             return self, layer_type, vp_stage
@@ -134,7 +134,7 @@ def stage(first: bool, gradient: float | None, **ddp: Any) -> Any:
     return SimpleNamespace(module=model, ddp_config=SimpleNamespace(use_megatron_fsdp=False, **ddp))
 
 
-def test_reports_go_over_with_their_tensors_put_aside_dense() -> None:
+def test_reports_are_sent_with_their_tensors_in_one_dense_buffer() -> None:
     """Each goes from device to device as a flat one, which a sparse tensor cannot be: its parts are."""
     dense, sparse = torch.arange(4.0), torch.eye(3).to_sparse()
     file = io.BytesIO()

@@ -31,7 +31,7 @@ def start(name, size, chunks, m, costs=None):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b", "v_min", "gpipe"])
-def test_what_it_finds_runs_as_fast_as_it_says_within_the_limit(name):
+def test_an_improved_order_runs_in_its_stated_time_within_the_memory_limit(name):
     rng = random.Random(name)
     chunks = SCHEDULES[name].chunks or 2
     times = [tuple(rng.uniform(0.5, 1.5) for _ in range(3 * chunks)) for _ in range(3)]
@@ -48,7 +48,7 @@ def test_what_it_finds_runs_as_fast_as_it_says_within_the_limit(name):
             assert peak_memory(order, plan.placement.stages[rank], problem.memory) <= problem.memory.limits[rank] + 1e-6
 
 
-def test_it_reaches_the_bound_from_a_poor_start():
+def test_the_improvement_reaches_the_bound_from_a_poor_order():
     """ZB-H1 is the best plan in its memory. GPipe's order with all W at the end is much longer than its memory
     allows."""
     plan, problem, found = start("zb_h1", 3, 1, 6)
@@ -60,7 +60,7 @@ def test_it_reaches_the_bound_from_a_poor_start():
     assert slow > best.makespan == least == 2 + 3 * 6
 
 
-def test_it_is_the_same_everywhere_and_stops_at_the_bound():
+def test_the_improvement_is_deterministic_and_stops_at_the_bound():
     _, problem, found = start("v_min", 4, 2, 6)
     assert improved(problem, found, 0.0, 40_000, 3) == improved(problem, found, 0.0, 40_000, 3)
     (kept,) = improved(problem, found, found.makespan, 40_000)
@@ -78,7 +78,7 @@ def test_messages_of_a_channel_take_turns():
     assert result.makespan == 15
 
 
-def test_they_run_as_planned_and_within_the_memory():
+def test_orders_without_waits_run_as_planned_within_the_memory_limit():
     rng = random.Random(2)
     for _ in range(20):
         size, count = rng.randint(1, 5), rng.randint(1, 9)

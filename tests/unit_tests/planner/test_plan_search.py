@@ -138,7 +138,7 @@ def test_groups_larger_than_the_pipeline_cost_neither_memory_nor_time(size: int,
 @pytest.mark.slow
 @settings(max_examples=100 if EXHAUSTIVE else 6)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.booleans())
-def test_what_one_microbatch_needs_is_enough(size: int, chunks: int, m: int, wave: bool) -> None:
+def test_a_memory_limit_of_one_microbatch_is_enough(size: int, chunks: int, m: int, wave: bool) -> None:
     """No plan needs less, with groups of any size."""
     name, chunks = ("auto_v", 2) if wave else ("auto", chunks)
     result = search(name, size, chunks, m, Measured(memory_limit=float(chunks)), group_size=2 * size)

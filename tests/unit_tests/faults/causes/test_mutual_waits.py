@@ -75,11 +75,11 @@ def test_two_operations_in_the_steady_state_of_1f1b() -> None:
         ({0: "F0.1", 1: "F0.0"}, None),  # rank 1 has its input
     ],
 )
-def test_what_is_only_slow(places: dict[int, str], stuck: set[int] | None) -> None:
+def test_slow_ranks_form_no_cycle(places: dict[int, str], stuck: set[int] | None) -> None:
     assert cycle(posted_ahead(), places, stuck) == []
 
 
-def test_one_operation_that_its_own_message_is_behind() -> None:
+def test_an_operation_that_waits_for_a_message_behind_itself_is_a_cycle() -> None:
     """No plan of ours posts a receive so early: rank 1 needs all inputs before it sends the first gradient."""
     plan = build_plan(PlanSpec("gpipe", 2, 1, 4))
     first = list(plan.programs[0])
@@ -110,7 +110,7 @@ def test_plans_for_devices_that_wait_have_no_cycle_wherever_hosts_are(schedule: 
             assert not mutual_waits(plan, {0: first, 1: second}, {0, 1}), (first, second)
 
 
-def test_the_words() -> None:
+def test_a_cycle_of_waits_is_described_in_words() -> None:
     plan = posted_ahead()
     hosts = {0: place(plan, 0, "F0.2"), 1: place(plan, 1, "B0.1")}
     words = in_words(plan, hosts, {0, 1}, mutual_waits(plan, hosts, {0, 1}))
@@ -130,7 +130,7 @@ def at(plan: Plan, rank: int, text: str, idle: float, step: int = 1, state: str 
     return Progress(step, state, host=place(plan, rank, text), host_idle=idle)
 
 
-def test_whose_hosts_count() -> None:
+def test_only_hosts_that_have_waited_long_enough_count() -> None:
     plan = posted_ahead()
     both = {0: at(plan, 0, "F0.2", 61.0), 1: at(plan, 1, "B0.1", 61.0)}
     assert find(plan, 1, both, 60.0)[1] == (0, 1)

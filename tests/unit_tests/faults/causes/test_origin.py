@@ -185,7 +185,7 @@ def test_any_exception_is_put_into_words(kind: str) -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS_OF_TRANSPORTS)
-def test_the_same_text_is_judged_by_where_it_was_raised(text: str) -> None:
+def test_an_error_text_is_classified_by_the_code_that_raised_it(text: str) -> None:
     """torch's C++ code raises what gloo raised, as a RuntimeError; a model may raise one of the same text."""
     with pytest.raises(RuntimeError) as of_torch:
         torch._assert_async(torch.tensor(False), text)

@@ -142,7 +142,7 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_when_a_step_is_given_up(look: Look) -> None:
+def test_a_step_is_given_up_by_the_stall_rules(look: Look) -> None:
     own = OwnState(0, 3, 5, look.idle, look.waits_on, look.failed, working=look.working, mutual=look.mutual)
     more = () if look.patience is None else (look.patience,)
     found = find_stall(look.peers, own, TIMEOUT, look.now, look.state, *more)
@@ -214,7 +214,7 @@ def test_the_looks_of_a_reader_that_was_itself_stopped_do_not_count() -> None:
         assert found is None
 
 
-def test_who_works_and_who_waits() -> None:
+def test_ranks_are_told_apart_as_working_or_waiting() -> None:
     plan = build_plan(PlanSpec("1f1b", 2, 1, 4))
     place = {str(at): k for k, at in enumerate(plan.programs[1])}
 
@@ -269,7 +269,7 @@ def placed_one(placement: Placement, rank: int, text: str) -> Instruction:
     return placed(placement, rank, text)[0]
 
 
-def test_whom_an_instruction_waits_for() -> None:
+def test_waits_on_names_the_peers_of_an_instruction() -> None:
     loop = Placement(LOOP, 4, 2)
     assert waits_on(placed_one(loop, 1, "WAIT_F1.3")) == (0,)
     assert waits_on(placed_one(loop, 0, "WAIT_F1.3")) == (3,)  # chunk 1 on rank 0 follows chunk 0 on rank 3
@@ -283,7 +283,7 @@ def test_whom_an_instruction_waits_for() -> None:
     assert waits_on(placed_one(v, 1, "WAIT_F1.3")) == (2,)
 
 
-def test_what_a_rank_does() -> None:
+def test_an_instruction_is_described_in_words() -> None:
     loop = Placement(LOOP, 4, 2)
     words = doing(placed_one(loop, 2, "WAIT_F1.3"))
     assert words == "waits for the activation of chunk 1, microbatch 3 from rank 1"
@@ -327,7 +327,7 @@ def test_the_window_beside_the_plan_is_marked_and_cut() -> None:
     assert instruction_at(plan, 0, 10_000) is None
 
 
-def test_the_pace_is_slower_for_crowds_and_quicker_for_short_timeouts() -> None:
+def test_heartbeats_are_slower_with_many_ranks_and_faster_with_short_timeouts() -> None:
     small, crowd, short = Pace.of(600.0, 8), Pace.of(600.0, 5000), Pace.of(1.0, 8)
     assert small.poll <= 0.25
     assert crowd.poll > small.poll

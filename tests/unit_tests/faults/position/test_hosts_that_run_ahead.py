@@ -165,7 +165,7 @@ def test_a_rank_that_dies_behind_its_host_is_named_in_seconds(
 
 
 @pytest.mark.slow
-def test_a_device_that_hangs_is_named_and_where(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hung_device_is_named_with_its_position(caplog: pytest.LogCaptureFixture) -> None:
     """Its process and its host are alive."""
     job = Job(stops=(1, 1, 2), p2p_timeout=0.8, compute_timeout=2.0)
 
@@ -291,7 +291,7 @@ def test_an_exception_has_the_place_of_the_host() -> None:
 # -- which peers may hold it up ---
 
 
-def test_pending_peers() -> None:
+def test_pending_peers_lists_ranks_with_unfinished_transfers() -> None:
     program = build_plan(PlanSpec("1f1b", 4, 1, 4, policy="overlap")).programs[1]
     text = [str(at) for at in program]
     at = text.index("B0.0")

@@ -145,7 +145,7 @@ def test_launches_that_hang_under_the_lock_are_named_though_no_abort_gets_throug
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("soon")
-def test_a_heartbeat_that_calls_cuda_lets_nobody_be_named(
+def test_a_heartbeat_that_calls_cuda_prevents_naming_the_hung_rank(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where calls of other threads go through, such a guard does its work."""

@@ -21,7 +21,7 @@ from tests.unit_tests.faults.guards import Unreachable, raised_by, wait_until_ab
 
 
 @pytest.mark.slow
-def test_a_store_that_is_gone_is_an_error_for_who_waits(guard_of: Any) -> None:
+def test_a_lost_store_is_an_error_for_a_waiting_rank(guard_of: Any) -> None:
     store = Unreachable()
     guard, source = guard_of(0, store)
     with (
@@ -137,7 +137,7 @@ def test_a_store_that_blocks_does_not_block_the_verdict(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [True, False], ids=["not published", "published"])
-def test_what_others_cannot_read_keeps_them_from_reducing(guard_of: Any, cut: bool) -> None:
+def test_an_unpublished_failure_aborts_other_groups_before_they_reduce(guard_of: Any, cut: bool) -> None:
     """Where hosts run ahead, ranks that find no failure go on to an update after this rank has aborted: its other
     groups are aborted first, so that none gets what an aborted transfer left."""
     store, aborted = Blocking(), []

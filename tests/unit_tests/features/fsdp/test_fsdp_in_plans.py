@@ -87,7 +87,7 @@ def of_shards(plan: Plan, rank: int = 0) -> str:
         ),
     ],
 )
-def test_where_presets_place_them(kind: str, program: str) -> None:
+def test_presets_place_fsdp_collectives(kind: str, program: str) -> None:
     assert of_shards(build_plan(sharded("interleaved_1f1b", 2, 2, 2, kind))) == program
 
 
@@ -118,7 +118,7 @@ def drawn(seed: int) -> Iterator[PlanSpec]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_schedule_is_accepted_with_them_under_all_rules_of_its_device(seed: int) -> None:
+def test_every_schedule_with_fsdp_collectives_is_accepted_under_all_device_rules(seed: int) -> None:
     for spec in drawn(seed):
         plan, verdict = verified_plan(spec)
         most = spec.fsdp_max_active_stages or spec.num_chunks
@@ -137,7 +137,7 @@ def test_every_schedule_is_accepted_with_them_under_all_rules_of_its_device(seed
         ({"fsdp_collectives": "by_cost", "fsdp_max_active_stages": 1, "overlap_pairs": True}, "halves of a pair"),
     ],
 )
-def test_what_cannot_be_is_refused(fields: dict[str, object], why: str) -> None:
+def test_impossible_fsdp_settings_are_refused(fields: dict[str, object], why: str) -> None:
     with pytest.raises(PlanError) as caught:
         PlanSpec("interleaved_1f1b", 2, 2, 4, **fields)
     assert why in str(caught.value)
@@ -162,7 +162,7 @@ def test_a_split_output_layer_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "p", "v", "m"), [("interleaved_1f1b", 4, 4, 16), ("zb_v", 4, 2, 16)])
-def test_by_cost_is_no_slower_than_a_preset_of_the_same_limit_and_gathers_less(
+def test_by_cost_is_no_slower_than_a_preset_of_the_same_limit_and_unshards_less(
     schedule: str, p: int, v: int, m: int
 ) -> None:
     presets = {kind: simulated(sharded(schedule, p, v, m, kind)) for kind in (PER_STEP, PER_RUN, "zero3")}
@@ -175,7 +175,7 @@ def test_by_cost_is_no_slower_than_a_preset_of_the_same_limit_and_gathers_less(
     )
 
 
-def test_with_room_for_three_of_four_stages_a_seventh_of_the_gathers_hides_as_well() -> None:
+def test_with_memory_for_three_of_four_stages_by_cost_needs_a_seventh_of_the_unshards() -> None:
     placed = simulated(sharded("interleaved_1f1b", 4, 4, 16, BY_COST, 3))
     per_run = simulated(sharded("interleaved_1f1b", 4, 4, 16, PER_RUN, 3))
     assert placed.makespan == per_run.makespan == simulated(sharded("interleaved_1f1b", 4, 4, 16)).makespan
@@ -266,7 +266,7 @@ def test_more_stages_than_the_limit_are_refused() -> None:
     assert "2 stages of this rank are whole then, and at most 1 may be" in plan_text.refusal(within)
 
 
-def test_a_plan_whose_spec_has_none_is_refused_with_them() -> None:
+def test_fsdp_collectives_are_refused_in_a_plan_whose_spec_has_none() -> None:
     spec = replace(ONCE.spec, fsdp_collectives="")
     assert "the plan's spec has no fsdp_collectives" in plan_text.refusal(replace(ONCE, spec=spec))
 
@@ -281,7 +281,7 @@ def test_replicas_that_post_in_another_order_are_refused() -> None:
     assert str(caught.value).startswith("rank 0: collective 0 of its replicas is UNSHARD0 and UNSHARD1: replicas post")
 
 
-def test_replicas_that_hang_over_their_messages_are_refused_though_each_is_accepted_by_itself() -> None:
+def test_replicas_that_deadlock_together_are_refused_although_each_is_valid_alone() -> None:
     """Rank 0 of the first waits for an unshard before it sends, rank 0 of the second posts that unshard only behind a
     message from its rank 1; whose own unshard waits for rank 1 of the first, which waits for the message of its rank 0.
     """
@@ -355,7 +355,7 @@ def test_plans_are_written_and_read_back(kind: str) -> None:
     assert not any(at.op in ins.STAGE_OPS for program in actions.programs for at in program)
 
 
-def test_a_file_that_has_them_runs_as_it_is(tmp_path) -> None:
+def test_a_plan_file_with_fsdp_collectives_runs_unchanged(tmp_path) -> None:
     plan = build_plan(sharded("1f1b", 2, 1, 4, PER_RUN))
     changed = edited(plan, 0, "move REDUCE_GRAD0 behind RESHARD0")
     path = tmp_path / "plan.json"
@@ -364,7 +364,7 @@ def test_a_file_that_has_them_runs_as_it_is(tmp_path) -> None:
     assert list(build_plan(spec).programs) == list(changed.programs)
 
 
-def test_they_are_drawn() -> None:
+def test_fsdp_collectives_are_drawn() -> None:
     result = simulated(sharded("interleaved_1f1b", 2, 2, 4, PER_RUN))
     timeline = simulated_timeline(result)
     assert timeline.title.endswith("fsdp=per_run")

@@ -70,6 +70,6 @@ def test_a_file_without_a_whole_graph_is_refused(spec: dict[str, Any], why: str)
         parse_plan(edited(**spec))
 
 
-def test_a_placement_that_is_no_graphs_is_refused() -> None:
+def test_a_module_graph_with_a_v_placement_is_refused() -> None:
     with pytest.raises(FileFormatError, match="several modules has no placement 'v' with 0 barriers"):
         parse_plan(edited().replace('"placement": "loop"', '"placement": "v"'))

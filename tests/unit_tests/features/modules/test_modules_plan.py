@@ -343,7 +343,7 @@ def test_encoders_run_in_the_bubbles_of_the_language_model(size: int, microbatch
     assert len(draw.simulated_timeline(found).lanes[0].compute) == 4 * microbatches
 
 
-def test_a_rank_with_fewer_chunks_has_those_alone() -> None:
+def test_a_rank_with_fewer_chunks_runs_only_its_own_chunks() -> None:
     graph = encoders_before(module_on("llm", pp=2)._replace(chunk=7), module_on("vision"))[0]
     assert [[chunk.modules for chunk in chunks] for chunks in graph.chunks] == [[("vision",), ("llm",)], [("llm",)]]
     for forward_only in (False, True):

@@ -93,7 +93,7 @@ def test_outputs_are_dropped_once_they_are_sent(monkeypatch: pytest.MonkeyPatch)
     assert not any(hasattr(one, "data") for one in kept), "edges of the graph, no tensors"
 
 
-def test_a_rank_of_no_module_is_told_so() -> None:
+def test_a_rank_outside_all_modules_raises_an_error() -> None:
     setup = SETUPS["an encoder"]
     model = RankModel(setup, 0)
     model.config = config_of(setup)

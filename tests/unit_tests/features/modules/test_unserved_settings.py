@@ -30,12 +30,12 @@ from megatron_pp.features.pairs.pair_runner import in_turn
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
 )
-def test_what_several_modules_do_not_have(fields: dict[str, Any], what: str) -> None:
+def test_settings_that_several_modules_lack_are_refused(fields: dict[str, Any], what: str) -> None:
     settings = StepSettings.from_config(SimpleNamespace(**fields))
     assert unserved_setting(settings) == what
     with pytest.raises(ScheduleInputError, match=f"a pipeline of several modules has no {what}; leave it out"):
         check_settings(settings)
 
 
-def test_what_they_have() -> None:
+def test_settings_that_several_modules_support_are_accepted() -> None:
     assert unserved_setting(StepSettings.from_config(SimpleNamespace(pipeline_schedule="1f1b"))) is None

@@ -66,7 +66,7 @@ def test_table_1_of_pipe_offload() -> None:
         assert simulated(PlanSpec("pipe_offload", 8, 4, 32, offload_chunks=chunks)).makespan == 56 + 32 * 4 * 2
 
 
-def test_copies_stand_where_they_belong() -> None:
+def test_copies_to_and_from_host_are_placed_as_described() -> None:
     plan = build_plan(PlanSpec("1f1b", 2, 1, 3, offload_chunks=1))
     assert format_program(plan.programs[0]) == (
         "F0.0 SEND_F0.0 F0.1 RECV_B0.0 SEND_F0.1 FREE_F0.0 OFFLOAD0.1 FREE_OFFLOAD0.1 WAIT_B0.0 B0.0 RECV_B0.1 "
@@ -111,7 +111,7 @@ def test_copies_out_of_place_are_refused(edit: str, words: str) -> None:
     assert words in found
 
 
-def test_what_is_not_kept_any_more_cannot_be_offloaded() -> None:
+def test_an_offload_after_the_backward_is_refused() -> None:
     program = [at for at in PLAN.programs[0] if at.op not in COPIES or at.mb != 3]
     backward = next(i for i, at in enumerate(program) if (at.op, at.chunk, at.mb) == (BACKWARD, 0, 3))
     offload = PLAN.programs[0][place_of(OFFLOAD)]
@@ -128,7 +128,7 @@ def test_what_is_not_kept_any_more_cannot_be_offloaded() -> None:
         ({"overlap_pairs": True}, "pairs .* cannot be offloaded"),
     ],
 )
-def test_what_cannot_be_is_refused(fields: dict[str, Any], why: str) -> None:
+def test_impossible_offload_settings_are_refused(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(PlanError, match=why):
         build_plan(PlanSpec("pipe_offload", 2, 2, 4, **fields))
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_refused(fields: dict[str, Any], why: str) -> None:
 # -- any schedule, any sizes ------------------------------------------------------------------------------------------
 
 
-def test_the_memory_on_host_and_device_is_what_would_be_kept() -> None:
+def test_host_and_device_memory_add_up_to_the_memory_without_offloading() -> None:
     """At every instruction the two together are the forwards before their backward, but for what is copied."""
     placement, program = PLAN.placement, PLAN.programs[0]
     ones = (1.0,) * placement.num_stages

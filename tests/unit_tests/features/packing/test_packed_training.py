@@ -218,7 +218,7 @@ def test_an_interrupted_wait_loses_no_step() -> None:
     assert sorted(map(repr, steps.next().slots)) == sorted(map(repr, packed(LENGTHS[2], RULES).slots))
 
 
-def test_an_answer_for_another_step_is_passed_over() -> None:
+def test_an_answer_for_another_step_is_ignored() -> None:
     steps = PackedSteps(iter(LENGTHS), RULES)
     first = steps.next()
     planner, costs = steps._planner, packed(LENGTHS[3], RULES).costs
@@ -246,7 +246,7 @@ def test_lengths_that_raise_end_no_training_silently() -> None:
 
 
 @pytest.mark.parametrize("order", [[0], [0, 0], [0, 2], [1, 0, 1]])
-def test_no_order_of_the_slots(order: list[int]) -> None:
+def test_an_order_with_wrong_slots_is_refused(order: list[int]) -> None:
     step = packed([12, 12], RULES)
     assert len(step.slots) == 2
     with pytest.raises(PlanError, match="is no order of 2 microbatches"):
@@ -266,7 +266,7 @@ def test_a_step_whose_microbatches_were_not_taken() -> None:
         run_pipelines(1, 2, 1, body, store=HashStore)
 
 
-def test_what_a_step_waits_for_its_search_is_counted() -> None:
+def test_the_wait_of_a_step_for_its_search_is_counted() -> None:
     steps = PackedSteps(iter(LENGTHS), RULES)
     steps.plan_ahead(PlanSpec("1f1b", SIZE, 1, len(steps.next().slots)))
     assert steps._planner.child is not None

@@ -98,12 +98,12 @@ def test_an_order_keeps_what_is_in_each_slot() -> None:
     ("ranks", "tokens", "pair", "why"),
     [(3, 8, 0.0, "power of two"), (0, 8, 0.0, "power of two"), (2, 0, 0.0, "rank_tokens is 0"), (2, 8, -1.0, "pair")],
 )
-def test_rules_that_cannot_be(ranks: int, tokens: int, pair: float, why: str) -> None:
+def test_impossible_packing_rules_are_refused(ranks: int, tokens: int, pair: float, why: str) -> None:
     with pytest.raises(PlanError, match=why):
         PackingRules(ranks, tokens, pair)
 
 
 @pytest.mark.parametrize(("lengths", "why"), [([], "at least one"), ([0], "at least 1"), ([17], "needs 4 ranks")])
-def test_sequences_that_cannot_be_packed(lengths: list[int], why: str) -> None:
+def test_sequences_that_do_not_fit_are_refused(lengths: list[int], why: str) -> None:
     with pytest.raises(PlanError, match=why):
         packed(lengths, PackingRules(2, 8))

@@ -51,7 +51,7 @@ def test_the_order_is_shorter_and_the_plan_shorter_still(splits: bool) -> None:
     assert [_sums(one, False) for one in plan.orders] == [_sums(one, False) for one in running.orders]
 
 
-def test_equal_questions_have_equal_answers_in_any_process() -> None:
+def test_equal_searches_find_equal_plans_in_any_process() -> None:
     step = NextStep(replace(SPEC, num_chunks=2, schedule="interleaved_1f1b"), drawn(12), Measured(weight=0.5), True)
     found = plan_ahead(step)
     assert ahead.step_of(json.loads(json.dumps(ahead.question_of(step)))) == step

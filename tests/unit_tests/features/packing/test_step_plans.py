@@ -189,7 +189,7 @@ def test_ranks_that_do_not_all_have_costs() -> None:
 
 
 @pytest.mark.parametrize("costs", [[1.0] * 5, [1.0] * 5 + [0.0], [1.0] * 5 + [float("nan")], [1.0] * 5 + ["a"], []])
-def test_costs_that_cannot_be(costs: list[Any]) -> None:
+def test_impossible_microbatch_costs_are_refused(costs: list[Any]) -> None:
     with pytest.raises(ScheduleInputError, match=r"microbatch_costs is .* it must be 6 finite numbers above 0"):
         train(microbatch_costs=costs, steps=1)
 
@@ -214,7 +214,7 @@ def test_runs_whose_steps_cannot_have_plans_of_their_own(fields: dict[str, Any],
         train(chunks, microbatch_costs=ONE_LONG, steps=1, **fields)
 
 
-def test_chunks_that_share_a_parameter_cannot() -> None:
+def test_microbatch_costs_are_refused_if_chunks_share_a_parameter() -> None:
     shared = torch.nn.Parameter(torch.zeros(1))
 
     class Tied(ToyBlock):

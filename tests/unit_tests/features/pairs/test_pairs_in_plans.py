@@ -34,13 +34,13 @@ def pairs_in(program: Sequence[Instruction]) -> int:
     return sum(at.op == PAIR for at in program)
 
 
-def test_what_pairs() -> None:
+def test_forwards_pair_with_whole_backwards_of_other_microbatches() -> None:
     order = parse_program("F0.0 B0.0 F0.1 I1.0 W1.0 F1.2 B0.1 F0.3 F0.4")
     # The same microbatch does not pair, nor does a split backward.
     assert format_program(pair_up(order)) == "F0.0 B0.0 F0.1 I1.0 W1.0 (F1.2 B0.1) F0.3 F0.4"
 
 
-def test_the_printed_form() -> None:
+def test_a_pair_prints_and_parses() -> None:
     for text, made in (
         ("(F0.3 B1.2)", pair(instruction("F", 0, 3), instruction("B", 1, 2))),
         ("(F0.3 SEND_F0.3 B0.2)", pair(*(instruction(op, 0, 2 + (op != "B")) for op in ("F", "SEND_F", "B")))),

@@ -54,7 +54,7 @@ def test_counts_of_attention_residuals(size, chunks):
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("kind", [LOOP, V_SHAPE])
-def test_a_tensor_comes_to_a_rank_once(kind, cache):
+def test_a_tensor_is_sent_to_a_rank_once(kind, cache):
     """With a cache: each (producer, rank) pair crosses a link once, there and back."""
     schedule = "interleaved_1f1b" if kind == LOOP else "zb_v"
     plan = build_plan(PlanSpec(schedule, 4, 2, 4, skip_tensors="blocks", skip_cache=cache))
@@ -71,7 +71,7 @@ def test_a_tensor_comes_to_a_rank_once(kind, cache):
         assert any(key in came for key in made_here) == (cache != ALL)
 
 
-def test_hops_that_bring_a_tensor_nowhere_are_left_out():
+def test_hops_that_no_stage_needs_are_left_out():
     placement = Placement(LOOP, 4, 2)
     found = routes_of(skip_tensors("a=0>7; b=2>3; c=1>5", 8), RECEIVED, placement)
     assert [sorted(stage) for stage in found.sent] == [["a"], ["a", "c"], ["a", "b", "c"], ["c"], ["c"], [], [], []]
@@ -103,7 +103,7 @@ def test_stages_declare_what_they_produce_and_use():
         ("9=0>1", "no name of a tensor"),
     ],
 )
-def test_what_cannot_be_declared(text, words):
+def test_impossible_skip_tensor_declarations_are_refused(text, words):
     with pytest.raises(PlanError, match=words):
         PlanSpec("1f1b", 4, 1, 2, skip_tensors=text)
 
@@ -113,7 +113,7 @@ def test_an_unknown_cache_is_refused():
         PlanSpec("1f1b", 4, 1, 2, skip_cache="recieved")
 
 
-def test_what_has_no_named_tensors_is_as_it_was():
+def test_plans_without_named_tensors_do_not_mention_them():
     plan = build_plan(PlanSpec("1f1b", 2, 1, 2))
     assert "skip" not in plan.spec.describe() + format_plan(plan, "json")
     assert "DROP" not in str(plan)
@@ -150,14 +150,14 @@ REFUSED = """
 
 
 @pytest.mark.parametrize(("rank", "edit", "words"), rows(REFUSED))
-def test_refuses(rank, edit, words):
+def test_verify_refuses_misplaced_instructions_of_named_tensors(rank, edit, words):
     plan = build_plan(PlanSpec("1f1b", 3, 1, 2, skip_tensors="a=0>2"))
     assert re.search(words, refusal(edited(plan, int(rank), edit)))
 
 
 @pytest.mark.parametrize("op", sorted(ins.SINGLE_OPS))
 @pytest.mark.parametrize("name", ["a", "z"])
-def test_refuses_any_operation_with_a_microbatch_and_a_name_that_is_not_in_the_plan(op, name):
+def test_verify_refuses_an_operation_with_an_unknown_tensor_name(op, name):
     """As a program that was made by hand may have it."""
     plan = build_plan(PlanSpec("1f1b", 3, 1, 2, skip_tensors="a=0>2"))
     for rank in range(3):
@@ -168,7 +168,7 @@ def test_refuses_any_operation_with_a_microbatch_and_a_name_that_is_not_in_the_p
             verify(replace(plan, programs=tuple(programs)))
 
 
-def test_refuses_what_is_used_from_the_cache_before_it_came():
+def test_verify_refuses_a_use_of_the_cache_before_the_tensor_has_arrived():
     """The second chunk uses what came to the first one: its forward has no message of that tensor itself."""
     plan = build_plan(PlanSpec("interleaved_1f1b", 2, 2, 2, skip_tensors="a=0>3"))
     assert routes_in(plan).used[3]["a"].stage == 1
@@ -184,7 +184,7 @@ def test_a_plan_without_named_tensors_refuses_them():
 # -- memory and time ---
 
 
-def test_memory_counts_them():
+def test_memory_counts_named_tensors():
     plain, named = (build_plan(PlanSpec("1f1b", 3, 1, 4, skip_tensors=text)) for text in ((), "a=0>2"))
     without_them, with_them = verify(plain), verify(named)
     assert [peaks.each.held for peaks in without_them.ranks] == [0, 0, 0]

@@ -74,7 +74,7 @@ def test_cuts_of_equal_cost():
 
 
 @pytest.mark.parametrize(("tokens", "slices", "attention"), [(10, 4, 0.0), (3, 4, 0.5), (8, 2, 1.5)])
-def test_cuts_that_there_are_not(tokens, slices, attention):
+def test_impossible_slice_lengths_are_refused(tokens, slices, attention):
     with pytest.raises(PlanError, match="must"):
         slice_lengths(tokens, slices, attention)
 
@@ -116,7 +116,7 @@ def test_an_order_with_ascending_backwards_is_refused_before_it_is_lowered():
         lowered(plan.spec, plan.placement, ascending)
 
 
-def test_what_has_no_slices_refuses_them():
+def test_schedules_without_slices_refuse_them():
     with pytest.raises(PlanError, match="1f1b runs sequences whole"):
         build_plan(PlanSpec("1f1b", 2, 1, 2, slices=2))
     with pytest.raises(PlanError, match="number of slices is 0"):
@@ -140,7 +140,7 @@ def test_keys_and_values_live_from_the_first_forward_to_its_backward():
 
 
 @pytest.mark.parametrize("recompute", ["selective", FULL])
-def test_memory_in_bytes_counts_them(recompute):
+def test_memory_in_bytes_counts_keys_and_values(recompute):
     """One rank, one microbatch, at the end of the last slice's forward: all that the forward keeps, and where it is
     computed again, keys and values besides.
     """

@@ -150,14 +150,14 @@ def test_a_plan_that_is_nested_deeply(text: str) -> None:
 
 @examples(60)
 @given(st.one_of(st.text(), mutated_text("[SEND_F0.3 RECV_B0.2] (F0.0 B1.1) SEND_F0.3s1:skip GRAD_SYNC1 W1.2")))
-def test_instructions(text: str) -> None:
+def test_any_instruction_text_is_parsed_or_refused(text: str) -> None:
     _only(InstructionError, lambda: parse_instruction(text))
     _only(InstructionError, lambda: list(parse_program(text)))
 
 
 @examples(60)
 @given(mutated_json({"forward": [1.0, 2], "transfer": 0.5, "memory_limit": 3, "activation": [1, 2.0]}))
-def test_measured_values(text: str) -> None:
+def test_damaged_measured_values_are_refused(text: str) -> None:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -241,7 +241,7 @@ ENTRIES = st.one_of(st.integers(), st.text(max_size=9))
         mutated_json([["embedding", "decoder"], ["decoder", "loss"]]).map(lambda t: t if "[[[" in t else json.loads(t)),
     )
 )
-def test_layouts(layout: Any) -> None:
+def test_any_layout_text_is_read_or_refused(layout: Any) -> None:
     _only(LayoutError, lambda: layers_per_stage(layout))
 
 
@@ -252,7 +252,7 @@ def test_a_layout_that_is_nested_deeply() -> None:
 
 @examples(60)
 @given(st.one_of(st.text(), mutated_text("3,10-12")))
-def test_words_in_the_environment(text: str) -> None:
+def test_any_text_in_environment_variables_is_read_or_refused(text: str) -> None:
     _only(ConfigError, lambda: read_flag(text))
     _only(ScheduleInputError, lambda: chosen_steps(text))
 
@@ -269,7 +269,7 @@ RECORDS = {
 @pytest.mark.parametrize("kind", RECORDS)
 @examples(60)
 @given(data=st.data())
-def test_records_in_the_store(kind: Any, data: st.DataObject) -> None:
+def test_damaged_store_records_are_refused(kind: Any, data: st.DataObject) -> None:
     text = encode(RECORDS[kind])
     assert decode(kind, text) == RECORDS[kind]
     damaged = data.draw(st.one_of(mutated_json(json.loads(text)), mutated_text(text), st.binary()))

@@ -113,7 +113,7 @@ def test_a_plan_that_does_not_run_its_order_is_refused() -> None:
         verify(split)
 
 
-def test_forwards_alone_will_do_for_evaluation(tmp_path: Path) -> None:
+def test_a_file_with_forwards_only_is_accepted_for_evaluation(tmp_path: Path) -> None:
     path = tmp_path / "evaluation.csv"
     path.write_text("0F0,0F1\n1F0,1F1\n")
     spec = PlanSpec(str(path), 2, 1, 2, digest=family_of_file(str(path)).digest)

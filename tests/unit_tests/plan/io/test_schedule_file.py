@@ -46,7 +46,7 @@ def test_a_file_in_any_format_runs_with_the_numbers_of_one_process(name: str, fo
     assert evaluated.losses == reference_run(2 * chunks, data).losses
 
 
-def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
+def test_a_schedule_file_states_its_sizes_and_schedule(tmp_path: Path) -> None:
     split, whole = written(tmp_path, PlanSpec("zb_v", 2, 2, 4)), written(tmp_path, PlanSpec("1f1b_v", 2, 2, 4))
     family = find_family(split)
     assert (family.name, family.placement, family.chunks, family.splits_weight) == (split, "v", 2, True)

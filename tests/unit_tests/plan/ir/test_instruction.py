@@ -50,7 +50,7 @@ def test_programs_and_instructions_print_as_they_parse(program: list[Instruction
         ("[SEND_F0.3 RECV_B0.2]", batch([instruction("SEND_F", 0, 3), instruction("RECV_B", 0, 2)])),
     ],
 )
-def test_the_printed_form(text: str, expected: Instruction) -> None:
+def test_an_instruction_prints_and_parses(text: str, expected: Instruction) -> None:
     assert parse_instruction(text) == expected
     assert str(expected) == text
 

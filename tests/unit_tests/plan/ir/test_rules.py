@@ -95,7 +95,7 @@ def test_what_a_rule_needs_another_one_adds() -> None:
 
 
 @pytest.mark.parametrize("op", sorted(RULES))
-def test_what_stands_twice_is_refused(op: str) -> None:
+def test_verify_refuses_a_repeated_instruction(op: str) -> None:
     plan, rank, i = site_of(op)
     program = plan.programs[rank]
     words = refusal(changed(plan, rank, *program[: i + 1], *program[i:]))
@@ -105,7 +105,7 @@ def test_what_stands_twice_is_refused(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", sorted(op for op, rule in RULES.items() if rule.needs))
-def test_what_comes_before_what_it_needs_is_refused(op: str) -> None:
+def test_verify_refuses_an_instruction_before_its_input(op: str) -> None:
     plan, rank, i = site_of(op)
     program = plan.programs[rank]
     words = refusal(changed(plan, rank, program[i], *program[:i], *program[i + 1 :]))
@@ -122,7 +122,7 @@ def test_a_hand_off_before_the_neighbour_stage_has_produced_is_refused(op: str) 
 
 
 @pytest.mark.parametrize("op", sorted(RULES))
-def test_what_is_missing_is_refused(op: str) -> None:
+def test_verify_refuses_a_missing_instruction(op: str) -> None:
     """Where it stood, by what needs it, or at the end."""
     plan, rank, i = site_of(op)
     program = plan.programs[rank]

@@ -39,7 +39,7 @@ def between_forward_and_backward(plan: Plan, rank: int) -> list[str]:
     return found
 
 
-def test_plain_by_hand() -> None:
+def test_the_plain_program_of_1f1b() -> None:
     """What rank 1 does from the end of its warm-up: after each forward and backward one exchange with both sides."""
     program = format_program(plan_of("interleaved_1f1b", 2, 2, 4, 0, PLAIN, False).programs[1])
     assert (
@@ -70,7 +70,7 @@ def test_other_orders_exchange_after_each(shape: tuple) -> None:
     assert any(between_forward_and_backward(plan_of(*shape, PLAIN, False), rank) for rank in range(shape[1]))
 
 
-def test_overlap_posts_each_message_as_soon_as_it_is_there() -> None:
+def test_overlap_posts_each_message_as_soon_as_it_is_produced() -> None:
     plan = plan_of("interleaved_1f1b", 4, 2, 16, 0, OVERLAP, False)
     assert any(between_forward_and_backward(plan, rank) for rank in range(4))
 

@@ -89,7 +89,7 @@ def test_1f1b_of_two_ranks_by_hand(microbatches: int, fields: dict[str, object],
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_chunks_of_one_rank_hand_over_without_communication(policy: str) -> None:
+def test_chunks_of_one_rank_exchange_tensors_by_hand_offs(policy: str) -> None:
     assert lines("breadth_first", 1, 2, 2, policy=policy) == [
         "F0.0 F0.1 HAND_F1.0 F1.0 HAND_F1.1 F1.1 B1.0 ENABLE_GRAD_SYNC1 B1.1 HAND_B0.0 B0.0 HAND_B0.1 "
         "ENABLE_GRAD_SYNC0 B0.1"
@@ -145,7 +145,7 @@ FINISHES |= {ins.SEND_F: ins.FREE_F, ins.SEND_B: ins.FREE_B}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_sends_stand_right_after_what_they_send(policy: str) -> None:
+def test_sends_follow_the_operation_that_makes_their_message(policy: str) -> None:
     """Or behind the backward that follows, where the two have one exchange."""
     for spec in specs(policy):
         blocks = policy != OVERLAP or spec.variable_shapes

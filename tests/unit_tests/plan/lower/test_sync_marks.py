@@ -153,7 +153,7 @@ def test_no_mutant_whose_gradients_are_not_reduced_once_is_accepted(schedule: st
         ),
     ],
 )
-def test_what_was_accepted_once(program: str, sync: str, words: str) -> None:
+def test_sync_mutants_that_were_accepted_once_are_refused(program: str, sync: str, words: str) -> None:
     plan = build_plan(PlanSpec("zb_h1", 1, 1, 2, grad_sync=sync))
     mutant = replace(with_programs(plan, program), orders=())
     with pytest.raises(PlanError, match=words):

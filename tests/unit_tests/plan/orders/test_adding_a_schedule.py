@@ -37,7 +37,7 @@ def _printed(script: Path) -> str:
     return out.getvalue()
 
 
-def test_a_family_of_ones_own(folder: Path) -> None:
+def test_the_page_registers_a_schedule_of_its_own(folder: Path) -> None:
     try:
         printed = _printed(folder / "by_code.py")
     finally:
@@ -50,7 +50,7 @@ def test_a_family_of_ones_own(folder: Path) -> None:
     assert printed == code_blocks(PAGE, "text")["block1"], "the page says what it prints"
 
 
-def test_a_file(folder: Path) -> None:
+def test_the_page_runs_a_schedule_file(folder: Path) -> None:
     assert _printed(folder / "by_file.py") == EXACT
 
 
@@ -61,6 +61,6 @@ def test_the_commands_for_a_file(folder: Path, command: str) -> None:
     assert main(arguments) == 0
 
 
-def test_a_name_that_is_taken() -> None:
+def test_registering_a_name_that_is_taken_is_refused() -> None:
     with pytest.raises(PlanError, match="exists already"):
         register(Family("1f1b", lambda shape: [], source="", summary=""))

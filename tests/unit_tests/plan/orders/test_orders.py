@@ -141,7 +141,7 @@ def test_dualpipe_v_splits_only_what_fills_bubbles(size: int) -> None:
     assert [sum(i.op == "W" for i in order) for order in orders] == [2 * (size - 1 - r) + r + 1 for r in range(size)]
 
 
-def test_dualpipe_v_says_when_another_order_stands_in() -> None:
+def test_dualpipe_v_reports_a_substitute_order() -> None:
     few, enough = (build_plan(PlanSpec("dualpipe_v", 4, 2, m)) for m in (7, 8))
     assert "at least 2 P = 8" in few.remark
     assert few.orders == build_plan(PlanSpec("zb_v", 4, 2, 7)).orders

@@ -140,7 +140,7 @@ def test_after_its_backward_the_toy_stage_keeps_its_linear_layers_input_and_outp
 
 
 @pytest.mark.parametrize(("ends_in", "comes_back"), [(lambda y: y * 2.0, True), (torch.tanh, False)])
-def test_an_output_comes_back_when_sent_unless_the_graph_has_saved_it(ends_in: Any, comes_back: bool) -> None:
+def test_an_output_is_freed_after_its_send_unless_the_graph_has_saved_it(ends_in: Any, comes_back: bool) -> None:
     block = ToyBlock(0)
     store = split_weight_grad(block)
 

@@ -58,7 +58,7 @@ def test_host_memory_is_what_is_offloaded() -> None:
 
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("name", [name for name, family in SCHEDULES.items() if family.search is None])
-def test_the_parts_are_all_of_the_peak(name: str, forward_only: bool) -> None:
+def test_the_memory_parts_add_up_to_the_peak(name: str, forward_only: bool) -> None:
     family = SCHEDULES[name]
     slices = 2 if family.sliced else 1
     chunks = family.chunks or (2 if "interleaved" in name else 1)

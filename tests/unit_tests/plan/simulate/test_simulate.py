@@ -105,7 +105,7 @@ def test_transfers_by_hand():
     assert result.volume() == {(0, 1): (1, 4.0), (1, 0): (1, 4.0)}
 
 
-def test_waits_are_put_down_to_their_cause():
+def test_waits_are_attributed_to_their_cause():
     result = simulated("gpipe", 2, 1, 1, network=Network(4.0, link=Link(latency=0.25, bandwidth=8.0)))
     first, second = result.waits
     # Rank 1 ends with its gradient on the way. Rank 0 waits from 1 to 5.5, the last 0.75 of it for the transfer.
@@ -114,7 +114,7 @@ def test_waits_are_put_down_to_their_cause():
     assert first.total == 4.5
 
 
-def test_a_link_of_its_own_and_gradients_of_their_own_size():
+def test_links_and_gradient_sizes_may_differ():
     network = Network(4.0, gradient_bytes=8.0, link=Link(bandwidth=4.0), links={(1, 0): Link(bandwidth=2.0)})
     there, back = simulated("gpipe", 2, 1, 1, network=network).transfers
     assert there.end - there.start == 1.0
@@ -131,7 +131,7 @@ def test_transfers_on_one_link_take_turns():
     assert any(t.start > t.ready for t in result.transfers)
 
 
-def test_queueing_is_not_put_down_to_the_peer():
+def test_queueing_is_not_attributed_to_the_peer():
     """Everything on one queue: a message that is posted behind another one waits for it, not for its peer."""
     result = simulated("1f1b", 2, 1, 8, network=Network(1.0, link=Link(bandwidth=0.5)), channels=SHARED)
     assert sum(w.queued for w in result.waits) > 0
@@ -151,7 +151,7 @@ def test_opposite_directions_do_not_disturb_each_other():
         ("SEND_F0.0 SEND_F0.1 RECV_B0.0", True, GLOO_DETACHED_BYTES, (4.0, 6.0)),  # heard of on a connection of its own
     ],
 )
-def test_on_gloo_a_receive_is_heard_of_behind_the_data_the_other_way(first, gloo, size, there):
+def test_on_gloo_a_receive_is_announced_behind_data_in_the_other_direction(first, gloo, size, there):
     """Two ranks, transfers of 2, F 0.5, B 1: rank 0's two sends leave from 1 to 5, rank 1's gradient is ready at 4."""
     programs = (
         f"F0.0 F0.1 {first} WAIT_B0.0 FREE_F0.0 FREE_F0.1 B0.0",
@@ -201,7 +201,7 @@ def test_shared_channels_are_one_queue_both_ways():
     assert all(a.end <= b.start for a, b in pairwise(ordered))
 
 
-def test_a_slow_stage_shows():
+def test_a_slow_stage_lengthens_the_step():
     costs = StageCosts.per_stage([1, 1, 2, 1], [1, 1, 2, 1], [1, 1, 2, 1])
     result = simulated("1f1b", 4, 1, 32, costs)
     assert result.idle.index(min(result.idle)) == 2

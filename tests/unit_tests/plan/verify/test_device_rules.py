@@ -100,7 +100,7 @@ def test_a_receive_ahead_hangs_where_compute_synchronises_the_device() -> None:
     )
 
 
-def test_receives_stand_at_their_round_where_compute_synchronises_the_device() -> None:
+def test_receives_are_posted_at_their_round_where_compute_synchronises_the_device() -> None:
     spec = PlanSpec("interleaved_1f1b", 2, 2, 6, lookahead=3)
     synced = lowered_plan(replace(spec, device=(DEVICE_SYNC,)))
     assert synced.programs == lowered_plan(replace(spec, lookahead=0, device=(ANY_WAIT,))).programs

@@ -44,7 +44,7 @@ def test_no_default_plan_hangs_whichever_of_its_instructions_wait(part: int) -> 
 
 
 @pytest.mark.parametrize("schedule", [name for name, family in SCHEDULES.items() if family.search is not None])
-def test_nor_does_a_plan_that_is_searched_for(schedule: str) -> None:
+def test_no_searched_plan_hangs_whichever_of_its_instructions_wait(schedule: str) -> None:
     plan, rng = build_plan(PlanSpec(schedule, 2, 2, 6, device=ON_NCCL)), random.Random(schedule)
     for share in SHARES:
         check_with_waits(plan, drawn_waits(plan, share, rng, compute=False))

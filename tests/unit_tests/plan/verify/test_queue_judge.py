@@ -37,7 +37,7 @@ def faults(plan: Plan, waiting: str = "") -> list[str]:
     return Judge(json.loads(format_plan(plan, JSON)), waiting).judge()
 
 
-def test_the_judge_imports_nothing_of_the_package(tmp_path: Path) -> None:
+def test_the_queue_judge_imports_nothing_of_the_package(tmp_path: Path) -> None:
     """It runs as a script, alone, on what the command line writes."""
     path, written = Path(queue_judge.__file__), str(tmp_path / "plan.json")
     nodes = list(ast.walk(ast.parse(path.read_text())))
@@ -89,7 +89,7 @@ def test_a_mode_that_is_not_known_is_refused() -> None:
         faults(build_plan(PlanSpec("gpipe", 2, 1, 2)), "all")
 
 
-def test_what_never_begins_is_told() -> None:
+def test_the_judge_reports_operations_that_never_begin() -> None:
     plan = edited(build_plan(PlanSpec("interleaved_1f1b", 2, 2, 2)), 0, "move RECV_F1.1 behind RECV_F1.0")
     assert faults(plan) == [
         "rank 0 hangs at RECV_F of stage 2, microbatch 1",
@@ -99,7 +99,7 @@ def test_what_never_begins_is_told() -> None:
     ]
 
 
-def test_messages_that_cross_are_told() -> None:
+def test_the_judge_reports_crossing_messages() -> None:
     plan = edited(build_plan(PlanSpec("1f1b", 2, 1, 4, policy=PLAIN)), 0, "swap SEND_F0.0 SEND_F0.1")
     assert "SEND_F of stage 0, microbatch 1 of rank 0 is received as RECV_F of stage 1, microbatch 0" in faults(plan)
 

@@ -33,14 +33,14 @@ def test_an_output_stays_until_the_send_behind_its_own_is_done() -> None:
 
 @pytest.mark.parametrize("policy", [PLAIN, BATCHED])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_v"])
-def test_nothing_stays_where_transfers_are_waited_for_at_once(name: str, policy: str) -> None:
+def test_nothing_stays_if_transfers_are_waited_for_right_after_posting(name: str, policy: str) -> None:
     chunks = SCHEDULES[name].chunks or (1 if name in ("gpipe", "1f1b") else 2)
     plan = build_plan(PlanSpec(name, 4, chunks, 8, policy=policy))
     assert not any(count for rank in range(4) for count in recorded_timeline(plan, rank))
 
 
 @pytest.mark.parametrize("channels", ["one_way", "shared"])
-def test_the_prediction_counts_it(channels: str) -> None:
+def test_the_prediction_counts_memory_kept_by_record_stream(channels: str) -> None:
     plan = build_plan(PlanSpec("1f1b", 2, 1, 4, policy=OVERLAP, channels=channels))
     for rank in range(2):
         recorded, tensors = list(recorded_timeline(plan, rank)), list(LifetimeWalk(plan, rank).tensors())

@@ -17,7 +17,7 @@ from testkit.inputs.plan_text import edited, refusal, rows, with_programs
 
 
 @pytest.mark.slow
-def test_accepts_the_large_plan() -> None:
+def test_verify_accepts_a_large_plan() -> None:
     verdict = verify(lowered_plan(PlanSpec("interleaved_1f1b", 16, 8, 128)))
     in_flight = [peaks.each.in_flight for peaks in verdict.ranks]
     assert in_flight == [2 * (15 - rank) + 7 * 16 + 1 for rank in range(16)]  # the warm-up, and one more
@@ -98,20 +98,20 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("make", "rank", "edit", "words"), [(make, *row) for make, table in REFUSED for row in rows(table)]
 )
-def test_refuses_one_broken_instruction(make: Callable[[], Plan], rank: str, edit: str, words: str) -> None:
+def test_verify_refuses_one_broken_instruction(make: Callable[[], Plan], rank: str, edit: str, words: str) -> None:
     plan = make()
     verify(plan)
     assert words in refusal(edited(plan, int(rank), edit))
 
 
-def test_refuses_members_of_what_is_no_group_and_a_program_too_few() -> None:
+def test_verify_refuses_a_wrong_batch_and_a_missing_program() -> None:
     plan = lowered_plan(PlanSpec("1f1b", 2, 1, 2, policy="batched"))
     programs = [tuple(at._replace(op="W") if at.members else at for at in program) for program in plan.programs]
     assert refusal(replace(plan, programs=tuple(programs))).startswith("rank 0: W has members, [SEND_F0.0]: only")
     assert refusal(replace(plan, programs=plan.programs[:1])) == "the plan has 1 rank programs for a pipeline of 2"
 
 
-def test_refuses_1f1b_whose_sends_are_waited_alone() -> None:
+def test_verify_refuses_1f1b_whose_sends_are_waited_for_alone() -> None:
     """Each rank waits on its send before it posts the receive that the other one needs: the classic hang."""
     plan = with_programs(
         lowered_plan(PlanSpec("1f1b", 2, 1, 3)),
@@ -126,7 +126,7 @@ def test_refuses_1f1b_whose_sends_are_waited_alone() -> None:
     )
 
 
-def test_names_a_cycle_of_three_ranks() -> None:
+def test_verify_names_a_cycle_of_three_ranks() -> None:
     """Ranks 0, 1, 2 each wait for a message that the next one in the circle posts only after its own wait."""
     plan = lowered_plan(PlanSpec("interleaved_1f1b", 3, 2, 3, policy="plain", forward_only=True))
     programs = [
@@ -150,7 +150,7 @@ def test_names_a_cycle_of_three_ranks() -> None:
         assert part in words
 
 
-def test_names_what_is_queued_in_front() -> None:
+def test_verify_names_the_operation_queued_in_front() -> None:
     """On a shared channel, a wait can be held up by what was posted before it: here by a receive posted too early."""
     plan = plan_1f1b(channels="shared")
     verify(plan)
@@ -161,7 +161,7 @@ def test_names_what_is_queued_in_front() -> None:
     verify(edited(plan_1f1b(), 0, "move RECV_B0.0 before SEND_F0.1"))  # harmless where channels are one-way
 
 
-def test_refuses_messages_that_cross_on_a_channel() -> None:
+def test_verify_refuses_messages_that_cross_on_a_channel() -> None:
     plan = with_programs(
         lowered_plan(PlanSpec("gpipe", 2, 1, 2, forward_only=True)),
         "F0.0 F0.1 SEND_F0.1 SEND_F0.0 FREE_F0.0 FREE_F0.1",
@@ -174,7 +174,7 @@ def test_refuses_messages_that_cross_on_a_channel() -> None:
     )
 
 
-def test_refuses_a_batch_that_waits_for_a_later_one() -> None:
+def test_verify_refuses_a_batch_that_waits_for_a_later_batch() -> None:
     """A batch completes as a whole: what is in it together must be answered together."""
     plan = lowered_plan(PlanSpec("1f1b", 2, 1, 2, policy="batched"))
     verify(plan)
@@ -192,7 +192,7 @@ def test_refuses_a_batch_that_waits_for_a_later_one() -> None:
     )
 
 
-def test_refuses_shapes_that_are_read_too_late() -> None:
+def test_verify_refuses_shapes_that_are_read_too_late() -> None:
     """With shapes ahead of tensors, a receive that is posted but not waited holds its channel: what is posted behind it
     cannot be complete before it."""
     plan = lowered_plan(PlanSpec("gpipe", 2, 1, 2, variable_shapes=True, forward_only=True, policy="plain"))

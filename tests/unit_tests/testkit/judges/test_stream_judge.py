@@ -62,7 +62,7 @@ def judged(
     return report, faults_in(path / "calls.jsonl")
 
 
-def test_the_judge_imports_nothing_of_the_package(tmp_path: Path) -> None:
+def test_the_stream_judge_imports_nothing_of_the_package(tmp_path: Path) -> None:
     """It runs as a script, alone."""
     path = Path(stream_judge.__file__)
     nodes = list(ast.walk(ast.parse(path.read_text())))
