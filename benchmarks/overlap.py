@@ -40,13 +40,12 @@ from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from megatron_pp.runtime.compute import StepOptions
-from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.gradient_hooks import SyncHooks
-from megatron_pp.runtime.message_shapes import Shapes
-from megatron_pp.runtime.model_steps import ModelSteps
+from megatron_pp.runtime.engine.compute import Shapes, StepOptions
+from megatron_pp.runtime.engine.executor import PlanExecutor
+from megatron_pp.runtime.engine.gradient_hooks import SyncHooks
+from megatron_pp.runtime.engine.model_steps import ModelSteps
+from megatron_pp.runtime.engine.swapped_outputs import deallocate_output_tensor
 from megatron_pp.runtime.stage import PipelineStage
-from megatron_pp.runtime.swapped_outputs import deallocate_output_tensor
 
 HELP = "ours beside freeing without a wait and waiting right after the send, on a slow link (needs root)"
 FREE_AT_ONCE, WAIT_AT_ONCE, OURS = "free at once", "wait at once", "ours"

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from megatron_pp.plan.builder import build_plan, stage_numbers
     from megatron_pp.plan.simulate.simulator import simulate
     from megatron_pp.plan.verify.verifier import verify
+    from megatron_pp.runtime.engine.swapped_outputs import deallocate_output_tensor
     from megatron_pp.runtime.footprint import measure_footprint
     from megatron_pp.runtime.stage import PipelineStage
-    from megatron_pp.runtime.swapped_outputs import deallocate_output_tensor
     from megatron_pp.schedules import get_forward_backward_func
     from megatron_pp.weight_grad.convert import split_weight_grad
 
@@ -33,7 +33,7 @@ _EXPORTS = {
     "SplitOutputLayer": "features.output_layer.output_runner",
     "TransformerConfig": "config.model_config",
     "build_plan": "plan.builder",
-    "deallocate_output_tensor": "runtime.swapped_outputs",
+    "deallocate_output_tensor": "runtime.engine.swapped_outputs",
     "get_forward_backward_func": "schedules",
     "measure_footprint": "runtime.footprint",
     "sequence_slice": "features.slices.sequence_slice",

@@ -1,7 +1,7 @@
 """The entry points that a Megatron user calls, with Megatron-core's signatures and semantics.
 
-One engine (``runtime/executor.py``) runs every schedule. In one place it waits for a send's handle before it frees the
-output's data.
+One engine (``runtime/engine/executor.py``) runs every schedule. In one place it waits for a send's handle before it
+frees the output's data.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,12 +18,12 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
 from megatron_pp.runtime.arguments import StepInputs, check_required
-from megatron_pp.runtime.compute import Activation, StepOptions, backward_through
+from megatron_pp.runtime.engine.compute import Activation, StepOptions, backward_through
+from megatron_pp.runtime.engine.model_steps import ModelSteps
+from megatron_pp.runtime.engine.swapped_outputs import custom_backward, deallocate_output_tensor
 from megatron_pp.runtime.message_shapes import tensor_shapes
-from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.runtime.own_host import OwnHost
 from megatron_pp.runtime.run_step import prepared, run_step
-from megatron_pp.runtime.swapped_outputs import custom_backward, deallocate_output_tensor
 
 if TYPE_CHECKING:
     from megatron_pp.comm.p2p_communicator import P2PCommunicator

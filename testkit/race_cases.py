@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp.p2p_communication import P2PCommunicator
-from megatron_pp.runtime.swapped_outputs import deallocate_output_tensor
+from megatron_pp.runtime.engine.swapped_outputs import deallocate_output_tensor
 
 BYTES = 64 * 2**20
 LATE = 0.3  # least seconds between the post of the send and that of the receive

@@ -26,7 +26,6 @@ from examples.gpt.files import read_text, write_atomically
 from megatron_pp import TransformerConfig, build_plan
 from megatron_pp.config.conversions import chosen_steps
 from megatron_pp.config.parallel_grid import fit_grid
-from megatron_pp.config.setting_names import why_removed
 from megatron_pp.errors import PlanError
 from megatron_pp.features.pairs.pair_runner import PAIR_FUNCTIONS
 from megatron_pp.features.slices.slice_costs import slice_lengths
@@ -255,9 +254,6 @@ def _parse(argv: Sequence[str]) -> Settings:
     except SystemExit as end:
         if not end.code:  # --help
             raise
-        for flag in argv:
-            if why := why_removed(flag.partition("=")[0].removeprefix("--").replace("-", "_")):
-                raise ArgumentError(why) from None
         # Every rank prints this, so it is one line: the text between the rules of tyro's box. Flags may follow the
         # first rule.
         _, sentence, *rest = re.split("[─-]{3,}", re.sub("[│╭╮]", " ", said.getvalue()))

@@ -16,9 +16,8 @@ from megatron_pp.config import kinds, rules
 from megatron_pp.config.checks import one_of
 from megatron_pp.config.dtypes import dtype_named
 from megatron_pp.config.kinds import Kind
-from megatron_pp.config.setting_names import variable_of, why_removed
+from megatron_pp.config.setting_names import variable_of
 from megatron_pp.config.step_fields import DEFAULTS, Hook, Hooks
-from megatron_pp.errors import ConfigError
 from megatron_pp.feature_table import CACHES, FSDP_COLLECTIVES
 from megatron_pp.plan.ir.feature import hooks_asked_by
 from megatron_pp.plan.ir.placement import PLACEMENTS
@@ -328,12 +327,10 @@ class ModelParallelConfig:
         return explain_microbatch_count(num_microbatches, *sizes)
 
     def __new__(cls, *values: Any, **options: Any) -> Any:
-        """Raises TypeError for an unknown option, with the nearest known one, and ConfigError for a removed option."""
+        """Raises TypeError for an unknown option, with the nearest known one."""
         known = inspect.signature(cls.__init__).parameters
         unknown = [name for name in options if name not in known]
         if unknown and not any(one.kind is one.VAR_KEYWORD for one in known.values()):
-            if why := why_removed(unknown[0]):
-                raise ConfigError(why)
             raise TypeError(f"{cls.__name__} has no option {unknown[0]!r}{did_you_mean(unknown[0], known)}")
         return super().__new__(cls)
 

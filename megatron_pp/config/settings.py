@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron_pp.config import rules
 from megatron_pp.config.checks import whole_number
-from megatron_pp.config.setting_names import REMOVED, variable_of, why_removed
+from megatron_pp.config.setting_names import variable_of
 from megatron_pp.config.step_fields import CHECKS, DEFAULTS, IN_ENVIRONMENT, StepFields
 from megatron_pp.errors import ConfigError, ScheduleInputError
 from megatron_pp.plan.ir.spec import ANY_WAIT, DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
@@ -48,7 +48,7 @@ class StepSettings(StepFields):
 
     @classmethod
     def from_config(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:
-        """``read``, and check the values. Raises ScheduleInputError for a removed setting or an impossible value."""
+        """``read``, and check the values. Raises ScheduleInputError for an impossible value."""
         settings = cls.read(config, overrides)
         if settings is not config:
             settings.check()
@@ -56,13 +56,9 @@ class StepSettings(StepFields):
 
     @classmethod
     def read(cls, config: Any, overrides: Mapping[str, Any] | None = None) -> StepSettings:
-        """The fields of ``config``, unchecked. Values in ``overrides``, by field, replace them. Raises
-        ScheduleInputError for a removed setting."""
+        """The fields of ``config``, unchecked. Values in ``overrides``, by field, replace them."""
         if isinstance(config, cls):
             return config
-        for name in REMOVED:
-            if getattr(config, name, None) is not None:
-                raise ScheduleInputError(f"config.{why_removed(name)}")
         read = [
             default if (given := getattr(config, name, None)) is None else given for name, default in DEFAULTS.items()
         ]

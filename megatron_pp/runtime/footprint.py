@@ -25,7 +25,7 @@ from megatron_pp.weight_grad.deferred import tensors_in
 from megatron_pp.weight_grad.store import WeightGradStore
 
 if TYPE_CHECKING:
-    from megatron_pp.runtime.executor import PlanExecutor
+    from megatron_pp.runtime.engine.executor import PlanExecutor
 
 
 @dataclass(frozen=True)

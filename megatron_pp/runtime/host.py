@@ -14,11 +14,10 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime import plan_choice
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.chunk_places import check_places, describe_layers
-from megatron_pp.runtime.compute import StepOptions
-from megatron_pp.runtime.executor import Feature
-from megatron_pp.runtime.log_once import certify_once
+from megatron_pp.runtime.engine.compute import StepOptions
+from megatron_pp.runtime.engine.executor import Feature
 from megatron_pp.runtime.message_shapes import tensor_shapes
+from megatron_pp.runtime.model_checks.chunk_places import check_places, describe_layers
 from megatron_pp.runtime.step import PlanRequest, Step
 from megatron_pp.runtime.step_features import hooks_of, rows_in
 
@@ -99,13 +98,13 @@ class Host:
     def plan(self, asked: PlanRequest) -> Plan:
         """The verified plan of ``asked.spec``. Advice and warnings about it are logged once."""
         plan, settings, communicator = build_plan(asked.spec, asked.announce), asked.settings, asked.communicator
-        certify_once(plan)
+        plan_choice.certify_once(plan)
         if not asked.spec.forward_only:
             plan_choice.warn_of_limits(plan, asked.weights is not None or self.whole_by_choice)
             if settings.finalize_model_grads_func is None:
                 self._warn_of_unsynchronised(asked, plan)
         if communicator.transport.backend == "nccl":
-            from megatron_pp.runtime import queue_advice
+            from megatron_pp.runtime.model_checks import queue_advice
 
             advice = queue_advice.advice_on_queues(plan, settings, communicator, self.inputs.chunks)
             if advice is not None:
@@ -113,7 +112,7 @@ class Host:
         return plan
 
     def _warn_of_unsynchronised(self, asked: PlanRequest, plan: Plan) -> None:
-        from megatron_pp.runtime.unsynchronised import unsynchronised
+        from megatron_pp.runtime.model_checks.unsynchronised import unsynchronised
 
         groups = asked.communicator.pp_group, self.inputs.pg_collection
         for sentence in unsynchronised(asked.settings, self.inputs.chunks, plan.placement, *groups):

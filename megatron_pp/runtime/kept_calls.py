@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.common.log_once import logger
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.runtime.arguments import group_sizes, pipeline_group
 from megatron_pp.runtime.communicators import KEPT
-from megatron_pp.runtime.log_once import logger
 from megatron_pp.runtime.step import Step
 from megatron_pp.runtime.step_features import MODULES_OF_MODELS
 

@@ -16,8 +16,9 @@ from megatron_pp.plan.lower.syncs import last_reentry, prepares_in_forward
 from megatron_pp.runtime import plan_choice
 from megatron_pp.runtime.arguments import group_sizes, pipeline_group
 from megatron_pp.runtime.communicators import communicator_for
+from megatron_pp.runtime.engine.compute import Shapes
 from megatron_pp.runtime.host import Host
-from megatron_pp.runtime.message_shapes import Shapes, messages
+from megatron_pp.runtime.message_shapes import messages
 from megatron_pp.runtime.step import PlanRequest, RankPlan, Step, StepRequest
 from megatron_pp.runtime.step_features import step_hooks
 from megatron_pp.tracing.observers import message_bytes

@@ -5,14 +5,7 @@ from typing import Any, NamedTuple
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.runtime.arguments import StepInputs, whole_argument
-from megatron_pp.runtime.compute import Names
-
-
-class Shapes(NamedTuple):
-    """Shapes of what this rank receives and sends towards the last stage: one shape or a list of shapes each."""
-
-    receive: Any
-    send: Any
+from megatron_pp.runtime.engine.compute import Names, Shapes
 
 
 class Messages(NamedTuple):

@@ -10,9 +10,9 @@ import torch
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.runtime.compute import StepOptions
+from megatron_pp.runtime.engine.compute import StepOptions
+from megatron_pp.runtime.engine.model_steps import ModelSteps
 from megatron_pp.runtime.host import Host
-from megatron_pp.runtime.model_steps import ModelSteps
 from megatron_pp.runtime.step import Step
 from megatron_pp.runtime.step_features import hooks_of
 

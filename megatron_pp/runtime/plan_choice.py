@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,17 @@ import torch
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.comm.transport import Transport
+from megatron_pp.common.log_once import log_once, logger, warn_once
 from megatron_pp.config import rules
 from megatron_pp.config.settings import StepSettings, checked
 from megatron_pp.errors import PlanError, ScheduleInputError
+from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.feature import hooks_asked_by
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import EXPLICIT, HOOKS, Plan, PlanSpec
 from megatron_pp.plan.orders import find_family
 from megatron_pp.plan.orders.family import Family
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.log_once import warn_once
 
 if TYPE_CHECKING:
     from megatron_pp.plan.costs.measured import Measured
@@ -140,3 +142,12 @@ def warn_of_limits(plan: Plan, splits_as_asked: bool) -> None:
             f"schedule {family.name} splits backwards, but the model is not converted: convert its chunks with "
             "megatron_pp.weight_grad.split_weight_grad"
         )
+
+
+def certify_once(plan: Plan) -> None:
+    """Log once per process, as information, what ``verify`` has proven of ``plan`` and, if the plan was searched for
+    measured times, its predicted step."""
+    if logger.isEnabledFor(logging.INFO):
+        log_once(logging.INFO, f"{plan.spec.describe()}: {plan.certificate}")
+        if plan.spec.measured is not None:
+            log_once(logging.INFO, load("prediction").predicted(plan.spec))

@@ -15,9 +15,9 @@ from megatron_pp.faults.attach import describe_step, guard_of, guarded
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime import kept_calls
-from megatron_pp.runtime.compute import StepOptions
-from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.gradient_hooks import SyncHooks
+from megatron_pp.runtime.engine.compute import StepOptions
+from megatron_pp.runtime.engine.executor import PlanExecutor
+from megatron_pp.runtime.engine.gradient_hooks import SyncHooks
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.make_step import made_step, rank_plan
 from megatron_pp.runtime.step import Step
@@ -87,7 +87,7 @@ def _options(step: Step) -> StepOptions:
     inputs = step.inputs
     whole_sequence = None
     if step.cp_size > 1 and not inputs.forward_only and not step.settings.calculate_per_token_loss:
-        from megatron_pp.runtime.context_parallel_loss import WholeSequence
+        from megatron_pp.runtime.engine.context_parallel_loss import WholeSequence
 
         whole_sequence = WholeSequence(inputs.pg_collection, step.cp_size)
     return StepOptions(

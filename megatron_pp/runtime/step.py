@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.common.log_once import warn_once
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.log_once import warn_once
-from megatron_pp.runtime.message_shapes import Messages, Shapes
+from megatron_pp.runtime.engine.compute import Shapes
+from megatron_pp.runtime.message_shapes import Messages
 
 if TYPE_CHECKING:
     from megatron_pp.tracing.step_observer import StepObserver

@@ -12,9 +12,10 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.executor import Feature
-from megatron_pp.runtime.message_shapes import Messages, Shapes
-from megatron_pp.runtime.model_steps import ModelSteps
+from megatron_pp.runtime.engine.compute import Shapes
+from megatron_pp.runtime.engine.executor import Feature
+from megatron_pp.runtime.engine.model_steps import ModelSteps
+from megatron_pp.runtime.message_shapes import Messages
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megatron_pp.plan.ir.spec import ANY_WAIT, ONE_QUEUE, Plan
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.plan.verify.queues import Entry
 from megatron_pp.plan.verify.rendezvous import RendezvousRun
-from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.engine.executor import Handler, PlanExecutor
 from testkit.streams.device import current_device
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import ON_NCCL, ONE_WAY, PlanSpec
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.runtime.run_step import ranges_if_profiling
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.threads import run_ranks

@@ -20,7 +20,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.simulate.simulation import Simulation
 from megatron_pp.plan.simulate.simulator import simulate
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.testing.toy import HIDDEN
 from testkit.device_runs.stream_runs import for_nccl, plan_on_streams
 from testkit.streams import LATER_STEPS, StreamReport

@@ -11,7 +11,7 @@ from megatron_pp.comm.nccl.nccl_transport import NcclChannels, NcclTransport
 from megatron_pp.comm.transport import Preparation, Work
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Task
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 
 
 class PostsReceivesTwoAhead(PlanExecutor):

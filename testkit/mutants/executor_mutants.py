@@ -14,8 +14,8 @@ from megatron_pp.comm.communicator import P2PCore, Receive, Send
 from megatron_pp.comm.wait_handle import Tensors, WaitHandle
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Task
-from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.swapped_outputs import deallocate_output_tensor
+from megatron_pp.runtime.engine.executor import PlanExecutor
+from megatron_pp.runtime.engine.swapped_outputs import deallocate_output_tensor
 
 
 class ReleaseBeforeWait(PlanExecutor):

@@ -12,7 +12,7 @@ from megatron_pp.features.pairs.pair_runner import HalfCall, PairRunner, _stream
 from megatron_pp.features.skip_tensors.skip_runner import SkipRunner
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Task
-from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.engine.executor import Handler, PlanExecutor
 from megatron_pp.testing.memory_transport import End, Queue
 from megatron_pp.testing.toy import ToyBlock
 from testkit.streams import StreamNetwork

@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron_pp.integrations.megatron.releases.release import load_megatron
 from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
 from megatron_pp.integrations.megatron.steps.known_steps import KnownSteps
-from megatron_pp.runtime.compute import StepOptions
+from megatron_pp.runtime.engine.compute import StepOptions
 from testkit.megatron.cases import Case
 
 SHAPE = (1, 2, 2)

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.runtime.communicators import close_communicators
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.runtime.step import Step
 from testkit.megatron import lab
 from testkit.megatron.cases import Case

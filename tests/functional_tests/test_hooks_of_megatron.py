@@ -15,7 +15,7 @@ import torch
 from megatron_pp.testing.threads import ThreadGroup
 from testkit.models.hook_log import SHAPE, HookLog, logged_config, step_arguments
 from tests.functional_tests.megatron_support import in_megatrons_process, needs_megatron
-from tests.unit_tests.runtime.test_gradient_hooks import run_logged
+from tests.unit_tests.runtime.engine.test_gradient_hooks import run_logged
 
 pytestmark = needs_megatron
 

@@ -26,7 +26,7 @@ from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.runtime.communicators import close_communicators, communicator_for
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.runtime.step import Step
 from megatron_pp.testing.toy import HIDDEN
 from testkit.faults.fault_injection import BACKWARD, DELAY, EXCEPTION, SHAPE, Fault

@@ -24,7 +24,7 @@ from benchmarks.report import BenchmarkError
 from megatron_pp.faults.causes import mutual_waits
 from megatron_pp.features.pairs.pair_runner import in_turn
 from megatron_pp.plan.ir.instruction import FREE_F
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from testkit import race_cases
 from testkit.faults.fault_scenarios import Episode, Pool, Report
 from testkit.rank_processes import RanksTimedOutError

@@ -30,7 +30,7 @@ from megatron_pp.plan.ir.instruction import format_program
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.engine.executor import Handler, PlanExecutor
 from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 _METHOD = "_megatron_pp_pass_on"

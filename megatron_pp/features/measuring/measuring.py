@@ -40,7 +40,7 @@ from megatron_pp.plan.costs.stage_costs import Link, StageCosts
 from megatron_pp.plan.ir.instruction import WEIGHT_GRAD
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.runtime.footprint import KeptBytes
 from megatron_pp.tracing.analysis import TIMED, StageTimes, stage_costs
 from megatron_pp.tracing.files import StepRecord

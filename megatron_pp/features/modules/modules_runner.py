@@ -20,8 +20,8 @@ from megatron_pp.plan.ir.dataflow import KIND_OF
 from megatron_pp.plan.ir.instruction import BACKWARD, FORWARD
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.ir.tasks import Task
-from megatron_pp.runtime.compute import in_one_block
-from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.engine.compute import in_one_block
+from megatron_pp.runtime.engine.executor import Handler, PlanExecutor
 
 _Cell = tuple[int, int]  # chunk, microbatch
 _CHANNEL = {FORWARD: ACT, BACKWARD: GRAD}

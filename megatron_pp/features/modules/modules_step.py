@@ -25,15 +25,14 @@ from megatron_pp.features.modules.modules_plan import ModulesSpec, modules_plan,
 from megatron_pp.features.modules.modules_runner import BatchParts, ModulesRunner, Parts
 from megatron_pp.plan.ir.spec import EXPLICIT, HOOKS, ONE_WAY, Plan
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.compute import StepOptions, timed_backward
-from megatron_pp.runtime.executor import Feature
+from megatron_pp.runtime.engine.compute import Shapes, StepOptions, timed_backward
+from megatron_pp.runtime.engine.executor import Feature
+from megatron_pp.runtime.engine.model_steps import ModelSteps
 from megatron_pp.runtime.host import Host
-from megatron_pp.runtime.log_once import certify_once
 from megatron_pp.runtime.make_step import communicator_of, observers_of, planned
-from megatron_pp.runtime.message_shapes import Messages, Shapes
-from megatron_pp.runtime.model_steps import ModelSteps
+from megatron_pp.runtime.message_shapes import Messages
 from megatron_pp.runtime.own_host import OwnHost
-from megatron_pp.runtime.plan_choice import fields_of_device
+from megatron_pp.runtime.plan_choice import certify_once, fields_of_device
 from megatron_pp.runtime.run_step import run_step
 from megatron_pp.runtime.step import PlanRequest, Step, StepRequest
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.runtime.compute import Activation, Names
+from megatron_pp.runtime.engine.compute import Activation, Names
 
 if TYPE_CHECKING:
-    from megatron_pp.runtime.parts import Steps
+    from megatron_pp.runtime.engine.parts import Steps
 
 
 @dataclass(eq=False)

@@ -32,8 +32,8 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.ir.tasks import Cell, Task
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.compute import each_tensor
-from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.engine.compute import each_tensor
+from megatron_pp.runtime.engine.executor import Handler, PlanExecutor
 from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 SMALLEST = 64

@@ -26,10 +26,10 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.ir.tasks import MessageKey, Task
 from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.compute import LossRecord, each_tensor, in_one_block
-from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.engine.compute import LossRecord, each_tensor, in_one_block
+from megatron_pp.runtime.engine.executor import Handler, PlanExecutor
+from megatron_pp.runtime.engine.model_steps import ModelSteps, scaled_loss
 from megatron_pp.runtime.message_shapes import Messages
-from megatron_pp.runtime.model_steps import ModelSteps, scaled_loss
 from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 

@@ -20,7 +20,7 @@ from megatron_pp.plan.ir.dataflow import message_of
 from megatron_pp.plan.ir.instruction import FORWARD, NONE, TRANSFER_OPS
 
 if TYPE_CHECKING:
-    from megatron_pp.runtime.executor import PlanExecutor
+    from megatron_pp.runtime.engine.executor import PlanExecutor
 
 _UNKNOWN = -1
 _ACTIVATION, _GRADIENT = 1, 2

@@ -20,8 +20,8 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.pairs.pair_instructions import PAIR
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Cell, Task
-from megatron_pp.runtime.compute import Activation, each_tensor, in_one_block
-from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.engine.compute import Activation, each_tensor, in_one_block
+from megatron_pp.runtime.engine.executor import Handler, PlanExecutor
 from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 Handlers = Mapping[str, Callable[[Task], None]]

@@ -24,9 +24,9 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.compute import Activation, Root, in_one_block
-from megatron_pp.runtime.deallocate import backward_root
-from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.engine.compute import Activation, Root, in_one_block
+from megatron_pp.runtime.engine.deallocate import backward_root
+from megatron_pp.runtime.engine.executor import Handler, PlanExecutor
 from megatron_pp.runtime.message_shapes import Messages
 from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 

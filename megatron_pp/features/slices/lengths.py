@@ -5,7 +5,7 @@ from megatron_pp.errors import PlanError, ScheduleInputError
 from megatron_pp.features.slices.slice_costs import slice_lengths
 from megatron_pp.plan.costs.attention import attention_share
 from megatron_pp.runtime.arguments import StepInputs, whole_argument
-from megatron_pp.runtime.message_shapes import Shapes
+from megatron_pp.runtime.engine.compute import Shapes
 
 
 def cut(

@@ -27,9 +27,9 @@ from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.executor import Handler, PlanExecutor
-from megatron_pp.runtime.message_shapes import Shapes
-from megatron_pp.runtime.model_steps import ModelSteps
+from megatron_pp.runtime.engine.compute import Shapes
+from megatron_pp.runtime.engine.executor import Handler, PlanExecutor
+from megatron_pp.runtime.engine.model_steps import ModelSteps
 from megatron_pp.runtime.step_hooks import FeatureRun, StepHooks
 
 

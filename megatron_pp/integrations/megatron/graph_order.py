@@ -23,7 +23,7 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.instruction import BACKWARD_OPS, FORWARD, Instruction, unjoined
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import find_family
-from megatron_pp.runtime.compute import each_tensor
+from megatron_pp.runtime.engine.compute import each_tensor
 from megatron_pp.tracing.step_observer import StepObserver
 
 

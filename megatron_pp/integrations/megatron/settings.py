@@ -14,7 +14,7 @@ from megatron_pp.common.names import unknown
 from megatron_pp.config import kinds, rules
 from megatron_pp.config.kinds import Kind
 from megatron_pp.config.model_config import ModelParallelConfig
-from megatron_pp.config.setting_names import PREFIX, why_removed
+from megatron_pp.config.setting_names import PREFIX
 from megatron_pp.errors import ConfigError
 from megatron_pp.integrations.megatron.given import FILE_VARIABLE, InstallSettings, in_environment
 
@@ -84,7 +84,7 @@ def _from_environment() -> dict[str, Any]:
 def _named(name: str, where: str, as_keyword: bool = False) -> Kind:
     """The kind of the setting ``name``. Raises ConfigError if there is none, or if it cannot be given in this way."""
     if name not in TABLE:
-        raise ConfigError(f"{where}: {why_removed(name) or unknown('setting', name, TABLE)}")
+        raise ConfigError(f"{where}: {unknown('setting', name, TABLE)}")
     if TABLE[name].kind.only_keyword and not as_keyword:
         raise ConfigError(f"{where}: {name} changes from step to step; give it as a keyword of install()")
     return TABLE[name].kind

@@ -21,8 +21,8 @@ from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.errors import P2PShapeError, ScheduleInputError
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.tasks import Task
-from megatron_pp.runtime.compute import each_tensor, in_one_block
-from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.engine.compute import each_tensor, in_one_block
+from megatron_pp.runtime.engine.executor import Handler, PlanExecutor
 
 
 class TensorMeta(NamedTuple):

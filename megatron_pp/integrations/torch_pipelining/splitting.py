@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from megatron_pp.common.log_once import warn_once
 from megatron_pp.errors import WeightGradSplitError
 from megatron_pp.plan.ir.tasks import MbPart
-from megatron_pp.runtime.log_once import warn_once
 from megatron_pp.weight_grad import (
     SplitReport,
     WeightGradStore,

@@ -17,9 +17,9 @@ from megatron_pp.integrations.torch_pipelining.batch import Batch
 from megatron_pp.integrations.torch_pipelining.hops import Edge, Hop, checked_hop
 from megatron_pp.integrations.torch_pipelining.last_outputs import LastOutputs
 from megatron_pp.integrations.torch_pipelining.stage_calls import StageCall
-from megatron_pp.runtime.compute import LossRecord, run_backward
-from megatron_pp.runtime.deallocate import backward_root
-from megatron_pp.runtime.model_steps import check_loss
+from megatron_pp.runtime.engine.compute import LossRecord, run_backward
+from megatron_pp.runtime.engine.deallocate import backward_root
+from megatron_pp.runtime.engine.model_steps import check_loss
 
 
 @dataclass

@@ -20,8 +20,8 @@ from megatron_pp.integrations.torch_pipelining.stage_steps import StageSteps
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.compute import StepOptions
-from megatron_pp.runtime.executor import Feature
+from megatron_pp.runtime.engine.compute import StepOptions
+from megatron_pp.runtime.engine.executor import Feature
 from megatron_pp.runtime.own_host import OwnHost
 from megatron_pp.runtime.step import Step
 

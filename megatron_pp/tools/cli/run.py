@@ -23,7 +23,6 @@ from typing import Any
 
 from megatron_pp.common.names import did_you_mean
 from megatron_pp.config.kinds import SWITCH
-from megatron_pp.config.setting_names import why_removed
 from megatron_pp.integrations.megatron.settings import TABLE, read_settings, value_of_text
 from megatron_pp.tools.cli.errors import UsageError
 from megatron_pp.tools.cli.options.parser import HelpFormatter, Parser
@@ -138,8 +137,6 @@ def parsed(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_args(argv)
     if rest:
         name = rest[0].partition("=")[0]
-        if why := why_removed(name.removeprefix("--").replace("-", "_")):
-            parser.error(why)
         parser.error(f"option {name} is not known{did_you_mean(name, parser.options)}")
     if not args.module and not os.path.isfile(args.script):
         problem = "it is a folder, not a script" if os.path.isdir(args.script) else "there is no such file"

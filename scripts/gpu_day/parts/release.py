@@ -17,8 +17,8 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
-from megatron_pp.runtime.executor import PlanExecutor, Shapes
-from megatron_pp.runtime.gradient_hooks import SyncHooks
+from megatron_pp.runtime.engine.executor import PlanExecutor, Shapes
+from megatron_pp.runtime.engine.gradient_hooks import SyncHooks
 
 _SPAN, _LONGEST = "first to last forward, stream ms", "longest release, stream ms"
 

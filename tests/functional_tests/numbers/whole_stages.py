@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_pp.features.fsdp.fsdp_instructions import WAIT_UNSHARD
 from megatron_pp.features.fsdp.fsdp_runner import FsdpRunner
 from megatron_pp.features.fsdp.shard_memory import whole_stages
-from megatron_pp.runtime.executor import Handler, PlanExecutor
+from megatron_pp.runtime.engine.executor import Handler, PlanExecutor
 from megatron_pp.testing.toy import HIDDEN
 
 STAGE_BYTES = 4 * (HIDDEN * HIDDEN + 2 * HIDDEN)

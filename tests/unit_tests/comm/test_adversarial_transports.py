@@ -1,6 +1,6 @@
 """The hostile networks themselves: they keep to the rules, and repeat by seed.
 
-``runtime/test_mutants_executor.py`` shows that they catch what they are made for, and nothing else.
+``runtime/engine/test_mutants_executor.py`` shows that they catch what they are made for, and nothing else.
 """
 
 from __future__ import annotations

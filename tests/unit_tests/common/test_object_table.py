@@ -12,7 +12,7 @@ import torch
 import megatron_pp
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.runtime import unsynchronised
+from megatron_pp.runtime.model_checks import unsynchronised
 from megatron_pp.testing.toy import toy_config
 
 PACKAGE = Path(megatron_pp.__file__).parent

@@ -106,7 +106,6 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 # {run} is the folder of a run, {N.csv} a schedule of N microbatches.
 BAD_INPUT = r"""
 --no-such-flag | ArgumentError | no-such-flag
---pipeline-replan every:100 | ArgumentError | pipeline_replan is no longer a setting: .* Leave it out
 --train-step 3 | ArgumentError | Unrecognized options: --train-step, 3 .did you mean --train-steps or --trace-steps
 --schedule zb_v | ArgumentError | did you mean --pipeline-schedule\? --help lists all flags
 --train-steps many | ArgumentError | train-steps.*many

@@ -15,7 +15,7 @@ from megatron_pp.plan.builder import lowered_plan
 from megatron_pp.plan.ir.spec import ANY_WAIT, ONE_QUEUE, Plan, PlanSpec
 from megatron_pp.plan.verify.rendezvous import check_rendezvous
 from megatron_pp.plan.verify.verifier import verify
-from megatron_pp.runtime.message_shapes import Shapes
+from megatron_pp.runtime.engine.compute import Shapes
 from megatron_pp.testing.toy import ToyData, ToyResult, merged, reference_run
 from megatron_pp.weight_grad import split_weight_grad
 from testkit.inputs.drawn_specs import NAMED, drawn_spec

@@ -313,14 +313,3 @@ def test_before_python_3_11_the_parser_is_tomli_and_is_named_where_it_is_missing
     assert refusal(path) == (
         "settings file settings.toml: before Python 3.11, reading it takes the package tomli: pip install tomli"
     )
-
-
-def test_a_removed_setting_is_refused_with_advice(tmp_path: Path, environment: Callable[..., None]) -> None:
-    advice = "pipeline_replan is no longer a setting: plans no longer change while a job runs. Leave it out."
-    assert refusal(pipeline_replan="every:100").startswith(f"install(): {advice}")
-    file = tmp_path / "old.toml"
-    file.write_text('pipeline_replan = "every:100"\n')
-    with pytest.raises(ConfigError, match=f"settings file {re.escape(str(file))}: {advice}"):
-        read_settings(file)
-    environment(pipeline_replan="every:100")
-    assert refusal().startswith(f"environment variable MEGATRON_PP_PIPELINE_REPLAN: {advice}")

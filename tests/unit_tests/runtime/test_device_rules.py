@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.common import log_once
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import PlanError
 from megatron_pp.features.pairs.pair_runner import in_turn
@@ -18,9 +19,10 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ON_NCCL, ONE_QUEUE, STATIC_BUFFERS, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
-from megatron_pp.runtime import host, log_once, queue_advice
-from megatron_pp.runtime.executor import PlanExecutor
-from megatron_pp.runtime.queue_advice import QUEUES_VARIABLE
+from megatron_pp.runtime import host
+from megatron_pp.runtime.engine.executor import PlanExecutor
+from megatron_pp.runtime.model_checks import queue_advice
+from megatron_pp.runtime.model_checks.queue_advice import QUEUES_VARIABLE
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport
 from megatron_pp.testing.pipeline import run_in_threads

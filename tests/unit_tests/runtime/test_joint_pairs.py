@@ -11,7 +11,7 @@ from megatron_pp.features.pairs.pair_instructions import PAIR
 from megatron_pp.features.pairs.pair_runner import BackwardHalf, ForwardHalf, Ready
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.testing.adversarial_transports import HOSTILE_NETWORKS
 from megatron_pp.testing.toy import reference_run
 from testkit.thread_runs.race_support import ExactBlock, exact_data, network_for, run_plan

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp import schedules
+from megatron_pp.common.log_once import logger
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.runtime import kept_calls
 from megatron_pp.runtime.communicators import KEPT, close_communicators
 from megatron_pp.runtime.kept_calls import Read
-from megatron_pp.runtime.log_once import logger
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.runtime.step import Step
 from megatron_pp.schedules import forward_backward_no_pipelining

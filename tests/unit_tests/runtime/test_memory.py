@@ -19,7 +19,7 @@ from megatron_pp.plan.builder import build_plan, verified_plan
 from megatron_pp.plan.ir.instruction import SEND_OPS, Instruction
 from megatron_pp.plan.ir.spec import POLICIES, PlanSpec
 from megatron_pp.plan.verify.lifetime import LifetimeWalk
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData
 from testkit.models.blocks import EndsInTanh

@@ -114,7 +114,7 @@ def test_they_are_within_those_of_a_trace(tmp_path: Any) -> None:
 
 
 def test_a_trace_for_perfetto_has_the_names_of_the_plans_instructions(tmp_path: Any) -> None:
-    """As ranges of profilers have (tests/unit_tests/runtime/test_step_outputs.py)."""
+    """As ranges of profilers have (tests/unit_tests/runtime/engine/test_step_outputs.py)."""
     train(3, str(tmp_path))
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "steps.json")]) == 0
     events = json.loads((tmp_path / "steps.json").read_text())["traceEvents"]

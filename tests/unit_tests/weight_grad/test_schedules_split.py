@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
+from megatron_pp.common import log_once
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.pairs.pair_instructions import PAIR, pair_up
 from megatron_pp.features.pairs.pair_runner import HalfCall, in_turn
 from megatron_pp.plan.builder import verified_plan
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.runtime import log_once
 from megatron_pp.runtime.arguments import StepInputs
 from megatron_pp.runtime.own_host import OwnHost
 from megatron_pp.runtime.run_step import prepared

@@ -21,7 +21,7 @@ from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders import INTERLEAVED, find_family
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.compute import StepOptions
+from megatron_pp.runtime.engine.compute import StepOptions
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.step import PlanRequest, Step
 from megatron_pp.runtime.step_features import why_not_in_megatron

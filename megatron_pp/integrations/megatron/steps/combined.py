@@ -19,7 +19,7 @@ from megatron_pp.features.pairs.pair_runner import BackwardHalf, ForwardHalf, Re
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
 from megatron_pp.integrations.megatron.steps.v_placement import ChunkPlace
-from megatron_pp.runtime.compute import Activation, StepOptions
+from megatron_pp.runtime.engine.compute import Activation, StepOptions
 from megatron_pp.runtime.step import Step
 
 NOTHING = ForwardHalf(0, 0, None)

@@ -7,7 +7,7 @@ import torch
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.steps.known_steps import MicrobatchSteps
-from megatron_pp.runtime.compute import Activation, StepOptions
+from megatron_pp.runtime.engine.compute import Activation, StepOptions
 from megatron_pp.runtime.step import Step
 
 

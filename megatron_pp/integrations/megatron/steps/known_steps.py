@@ -11,7 +11,7 @@ import torch
 
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.integrations.megatron.releases.release import Megatron
-from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions, timed_backward
+from megatron_pp.runtime.engine.compute import Activation, LossRecord, StepOptions, timed_backward
 from megatron_pp.runtime.step import Step
 
 # Config fields by which `forward_step_calc_loss` has work on stages without a loss.
@@ -109,7 +109,7 @@ class KnownSteps(MicrobatchSteps):
     @cached_property
     def backward_root(self) -> Callable[[Activation], Any]:
         """Called where the config asks for outputs without their data."""
-        from megatron_pp.runtime.deallocate import backward_root
+        from megatron_pp.runtime.engine.deallocate import backward_root
 
         return backward_root
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megatron_pp.common.log_once import warn_once
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.context_parallel_loss import tokens_of_all_shards
-from megatron_pp.runtime.log_once import warn_once
+from megatron_pp.runtime.engine.context_parallel_loss import tokens_of_all_shards
 
 
 def watch_losses(inputs: StepInputs, whole_sequence: bool) -> None:

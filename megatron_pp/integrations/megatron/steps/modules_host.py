@@ -14,7 +14,7 @@ from megatron_pp.integrations.megatron.steps.modules import pipeline_of
 from megatron_pp.plan.ir.instruction import FORWARD
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.compute import StepOptions
+from megatron_pp.runtime.engine.compute import StepOptions
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.run_step import run_step
 from megatron_pp.runtime.step import Step

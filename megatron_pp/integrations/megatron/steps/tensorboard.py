@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_pp.runtime.log_once import warn_once
+from megatron_pp.common.log_once import warn_once
 
 if TYPE_CHECKING:
     from megatron_pp.comm.transport import Transport

@@ -19,7 +19,7 @@ from megatron_pp.integrations.megatron.steps.known_steps import KnownSteps
 from megatron_pp.integrations.megatron.steps.served.scope import has_attention_residuals
 from megatron_pp.integrations.megatron.steps.v_placement import ChunkPlace, is_mirrored, shared_weight
 from megatron_pp.plan.ir.placement import V_SHAPE
-from megatron_pp.runtime.compute import Activation
+from megatron_pp.runtime.engine.compute import Activation
 
 LAST_STAGE = 0  # the rank that holds it
 
@@ -49,7 +49,7 @@ def check_step(schedule: str, placement: str, config: Any, chunks: Sequence[Any]
 
 def check_chunks(schedule: str, placement: str, chunks: Sequence[Any]) -> None:
     """Raises ScheduleInputError for model chunks that were built for another placement than the schedule's."""
-    # Any chunk will do: the step names one in a wrong place, on all ranks (``runtime/chunk_places.py``).
+    # Any chunk will do: the step names one in a wrong place, on all ranks (``runtime/model_checks/chunk_places.py``).
     built = len(chunks) > 1 and any(is_mirrored(wrapped_attribute(chunk, "pg_collection")) for chunk in chunks)
     if placement == V_SHAPE and not built:
         raise ScheduleInputError(

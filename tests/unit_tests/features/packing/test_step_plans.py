@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from megatron_pp import TransformerConfig
 from megatron_pp.config.settings import StepSettings
-from megatron_pp.errors import ConfigError, PipelineError, PipelineMismatchError, ScheduleInputError
+from megatron_pp.errors import PipelineError, PipelineMismatchError, ScheduleInputError
 from megatron_pp.features.packing import step_plans
 from megatron_pp.features.packing.step_ahead import NextStep
 from megatron_pp.features.packing.step_plans import PlansOfKinds, in_steps
@@ -228,19 +227,3 @@ def test_microbatch_costs_are_refused_if_chunks_share_a_parameter() -> None:
 
 def test_evaluation_and_one_rank_have_nothing_to_plan() -> None:
     assert len(train(size=1, microbatch_costs=ONE_LONG, steps=2).losses) == 12
-
-
-# --- the setting that there was
-
-ADVICE = "pipeline_replan is no longer a setting: plans no longer change while a job runs. Leave it out."
-
-
-def test_a_config_that_sets_pipeline_replan_is_told_what_to_do_instead() -> None:
-    with pytest.raises(ConfigError, match=ADVICE):
-        TransformerConfig(num_layers=2, hidden_size=4, num_attention_heads=1, pipeline_replan="every:100")  # type: ignore[call-arg]
-
-    def before(rank: int, step: int, config: Any) -> None:
-        config.pipeline_replan = "every:100"
-
-    with pytest.raises(ScheduleInputError, match=f"config.{ADVICE} .*pipeline_schedule='auto'"):
-        train(before=before, steps=1)

@@ -19,7 +19,7 @@ from megatron_pp.plan.io.schedule_file import family_of_file
 from megatron_pp.plan.ir.instruction import JOINED_OPS
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.orders import find_family, placement_kind
-from megatron_pp.runtime.executor import Shapes
+from megatron_pp.runtime.engine.executor import Shapes
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run
 from megatron_pp.weight_grad import split_weight_grad

@@ -15,7 +15,7 @@ from megatron_pp.plan.io.serialize import format_plan, parse_plan
 from megatron_pp.plan.ir.certificate import PROOFS
 from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.verify.verifier import verify
-from megatron_pp.runtime.log_once import certify_once
+from megatron_pp.runtime.plan_choice import certify_once
 from megatron_pp.tracing.files import plan_line
 from testkit.inputs.plan_text import edited
 

@@ -20,7 +20,7 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.features.pairs.pair_runner import on_two_streams
 from megatron_pp.plan.ir.spec import BATCHED, ONE_QUEUE, PLAIN, POLICIES, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from testkit.device_runs.stream_runs import on_one_device, plan_on_streams
 from testkit.device_runs.virtual_timelines import PairsBy
 from testkit.judges import stream_judge

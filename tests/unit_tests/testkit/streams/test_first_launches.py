@@ -12,7 +12,7 @@ import torch
 from megatron_pp.errors import PipelineError, PipelineStallError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.ir.spec import ON_NCCL, ONE_QUEUE, PlanSpec
-from megatron_pp.runtime import executor
+from megatron_pp.runtime.engine import executor
 from megatron_pp.testing.pipeline import run_rank
 from megatron_pp.testing.toy import TOY_SCHEDULES, ToyBlock, ToyData, ToyResult, merged, reference_run
 from testkit.device_runs.nccl_runs import on_nccl

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_pp.runtime import run_step
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import ToyData, reference_run

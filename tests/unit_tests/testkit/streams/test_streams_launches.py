@@ -18,7 +18,7 @@ from megatron_pp.integrations.torch_pipelining import get_schedule_class
 from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.spec import BATCHED, PLAIN, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.testing.threads import run_ranks
 from testkit.device_runs.stream_runs import plan_on_streams
 from testkit.streams import CallLog, StreamNetwork, virtual_cuda

@@ -12,7 +12,7 @@ import torch
 from megatron_pp.errors import PipelineError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import ON_NCCL, PlanSpec
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.testing.threads import run_ranks
 from testkit.device_runs.stream_runs import on_one_device
 from testkit.mutants.device_mutants import PostsGradientsHalfway

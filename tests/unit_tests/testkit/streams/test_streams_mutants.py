@@ -10,7 +10,7 @@ import pytest
 
 from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.plan.ir.spec import BATCHED, PLAIN, PlanSpec
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from testkit.device_runs.stream_runs import plan_on_streams
 from testkit.mutants.executor_mutants import (
     DeallocatesWhatItDefers,

@@ -14,7 +14,7 @@ from megatron_pp.comm.nccl import nccl_transport
 from megatron_pp.comm.p2p_communicator import P2PCommunicator
 from megatron_pp.comm.transport import ACT
 from megatron_pp.plan.ir.spec import ONE_QUEUE, PlanSpec
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.testing.threads import run_ranks
 from megatron_pp.testing.toy import ToyData, toy_config
 from testkit.device_runs.nccl_runs import step_on_nccl

@@ -18,7 +18,7 @@ from megatron_pp.features.pairs.pair_runner import BackwardHalf, ForwardHalf, Ha
 from megatron_pp.integrations.megatron.steps.combined import CombinedSteps
 from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import PLAIN, PlanSpec
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.testing.pipeline import placement_of, toy_step
 from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run, toy_chunks, toy_config, toy_loss
 from megatron_pp.weight_grad import split_weight_grad

@@ -16,7 +16,7 @@ from megatron_pp.plan.costs.measured import Measured
 from megatron_pp.plan.costs.stage_costs import Link, Network
 from megatron_pp.plan.ir.spec import BATCHED, ONE_QUEUE, PLAIN, PlanSpec
 from megatron_pp.plan.orders import SCHEDULES
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from testkit.device_runs.stream_runs import on_one_device, plan_on_streams
 from testkit.device_runs.virtual_timelines import MESSAGE, SLOT, TimedStep, costs_of, timed_output_layer, timed_step
 from testkit.mutants.stream_mutants import (

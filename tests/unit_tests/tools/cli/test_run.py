@@ -157,9 +157,6 @@ def test_what_it_raises_is_raised(command: Callable[..., tuple[int, str, str]], 
         command("run", script(IMPORT_MEGATRON, f"raise {error}"))
 
 
-REPLAN = "pipeline_replan is no longer a setting: plans no longer change while a job runs. Leave it out."
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -173,8 +170,6 @@ REPLAN = "pipeline_replan is no longer a setting: plans no longer change while a
             "--p2p-debug is a switch, true or false, and takes no value ('yes'): write --p2p-debug or",
         ),
         (["--settings", "words.toml"], "overlap_p2p_comm is yes; a switch of TOML is true or false"),
-        (["--pipeline-replan=every:100"], REPLAN),
-        (["--pipeline-replan", "every:100"], REPLAN),
     ],
 )
 def test_a_wrong_setting_is_said_before_the_script_runs(

@@ -31,7 +31,7 @@ class SyncHooks:
         self._unprepared = dict(enumerate(chunks)) if pipelined else {}
         for number, chunk in self._unprepared.items():
             if isinstance(chunk, DistributedDataParallel):
-                from megatron_pp.runtime import torch_wrappers
+                from megatron_pp.runtime.engine import torch_wrappers
 
                 torch_wrappers.check_follows_pipelines(number, chunk)
         self._no_sync = _no_sync_functions(settings.no_sync_func, chunks)
@@ -54,7 +54,7 @@ class SyncHooks:
             closed.__exit__(None, None, None)
         wrapper = None if chunk is None else self._unprepared.pop(chunk, None)
         if isinstance(wrapper, DistributedDataParallel):
-            from megatron_pp.runtime import torch_wrappers
+            from megatron_pp.runtime.engine import torch_wrappers
 
             torch_wrappers.expect_gradients(wrapper)
 

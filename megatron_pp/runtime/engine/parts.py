@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from megatron_pp.runtime.compute import Activation
+from megatron_pp.runtime.engine.compute import Activation
 
 
 class Steps(Protocol):

@@ -20,7 +20,7 @@ from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.plan.ir.spec import BATCHED, Plan, PlanSpec
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime import host
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.runtime.run_step import executor_for
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
 from megatron_pp.testing.memory_transport import MemoryTransport

@@ -24,10 +24,10 @@ from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.runtime.gradient_hooks import SyncHooks
+from megatron_pp.runtime.engine.gradient_hooks import SyncHooks
+from megatron_pp.runtime.model_checks.unsynchronised import unsynchronised
 from megatron_pp.runtime.own_host import finalize_gradients
 from megatron_pp.runtime.stage import PipelineStage
-from megatron_pp.runtime.unsynchronised import unsynchronised
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.threads import ThreadGroup, run_ranks

@@ -13,7 +13,7 @@ from megatron_pp.comm.communicator import P2PCore
 from megatron_pp.errors import PipelineError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import BATCHED, PLAIN, SHARED, PlanSpec
-from megatron_pp.runtime.executor import PlanExecutor
+from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.testing.adversarial_transports import (
     HOSTILE_NETWORKS,
     HostileNetwork,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_pp.runtime.compute import run_backward
+from megatron_pp.runtime.engine.compute import run_backward
 
 
 def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:

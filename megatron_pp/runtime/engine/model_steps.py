@@ -13,8 +13,8 @@ import torch
 from megatron_pp.common.module_attributes import wrapped_attributes
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.runtime.compute import Activation, LossRecord, StepOptions, timed_backward
-from megatron_pp.runtime.deallocate import backward_root
+from megatron_pp.runtime.engine.compute import Activation, LossRecord, StepOptions, timed_backward
+from megatron_pp.runtime.engine.deallocate import backward_root
 
 
 def scaled_loss(

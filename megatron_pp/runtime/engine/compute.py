@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
@@ -17,6 +17,13 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 Root = torch.Tensor | GradientEdge
 Activation = Any  # a tensor, a list of tensors, or None at an end of the pipeline
 Names = tuple[str, ...] | None  # of the tensors between stages; None if stages do not pass dicts
+
+
+class Shapes(NamedTuple):
+    """Shapes of what this rank receives and sends towards the last stage: one shape or a list of shapes each."""
+
+    receive: Any
+    send: Any
 
 
 @dataclass
@@ -79,7 +86,7 @@ def backward_through(
             accumulate((output,), (output_grad,))
         return None if input_tensor is None else input_tensor.grad
     if output is not None:
-        from megatron_pp.runtime.several_outputs import roots_and_grads
+        from megatron_pp.runtime.engine.several_outputs import roots_and_grads
 
         roots, grads = roots_and_grads(output, output_grad, grad_scale_func)
         if roots:

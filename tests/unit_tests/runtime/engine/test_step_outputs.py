@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
+from megatron_pp.common import log_once
 from megatron_pp.errors import P2PShapeError, P2PTypeError, PipelinePeerError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import PlanSpec
-from megatron_pp.runtime import log_once
 from megatron_pp.runtime.run_step import ranges_if_profiling
 from megatron_pp.testing.pipeline import placement_of, run_in_threads
 from megatron_pp.testing.threads import ThreadGroup

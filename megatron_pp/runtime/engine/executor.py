@@ -24,12 +24,11 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import STATIC_BUFFERS, Plan
 from megatron_pp.plan.ir.tasks import Cell, MessageKey, Task
-from megatron_pp.runtime.compute import Activation, each_tensor, in_one_block
-from megatron_pp.runtime.gradient_hooks import SyncHooks
-from megatron_pp.runtime.message_shapes import Shapes
+from megatron_pp.runtime.engine.compute import Activation, Shapes, each_tensor, in_one_block
+from megatron_pp.runtime.engine.gradient_hooks import SyncHooks
 
 if TYPE_CHECKING:
-    from megatron_pp.runtime.parts import Steps
+    from megatron_pp.runtime.engine.parts import Steps
     from megatron_pp.weight_grad.store import WeightGradStore
 
 Handler = Callable[[Task], None]
@@ -171,7 +170,7 @@ class PlanExecutor:
         expected = self._sent_shapes[at.part]
         is_tensor = isinstance(output, torch.Tensor)  # a nested one has no shape; its send refuses it
         if self._checks_outputs and not (is_tensor and (output.is_nested or output.shape == expected)):
-            from megatron_pp.runtime.output_check import check_output
+            from megatron_pp.runtime.engine.output_check import check_output
 
             check_output(at, output, self.shapes[at.part].send, self.placement, self.communicator.shapes_vary)
         if self.forward_only and self.graphs:
@@ -202,7 +201,7 @@ class PlanExecutor:
         if given is not None:
             is_ready = isinstance(grad, torch.Tensor) and grad.is_contiguous()
             if not is_ready and self.placement.crosses_ranks(at.stage - 1):  # a stage of this rank may get None
-                from megatron_pp.runtime.input_grads import ready_to_send
+                from megatron_pp.runtime.engine.input_grads import ready_to_send
 
                 grad = ready_to_send(grad, given, at)
             self.input_grads[key] = grad
@@ -304,7 +303,7 @@ class PlanExecutor:
 
     def _named(self, error: SendBufferError, at: Task) -> SendBufferError:
         """The error with the name of the output or gradient that was written to; in debug mode it has the name."""
-        from megatron_pp.runtime import written_sends
+        from megatron_pp.runtime.engine import written_sends
 
         return written_sends.named(error, at, self.rank, str(self.instruction))
 
@@ -337,7 +336,7 @@ class PlanExecutor:
         key = at.key
         grads = self.input_grads.pop((at.stage + 1, at.mb, at.part))
         if isinstance(grads, list):
-            from megatron_pp.runtime.input_grads import used_outputs
+            from megatron_pp.runtime.engine.input_grads import used_outputs
 
             self.outputs[key], self.output_grads[key] = used_outputs(self.outputs[key], grads)
         else:

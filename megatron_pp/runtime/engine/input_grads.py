@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from megatron_pp.common.log_once import warn_once
 from megatron_pp.plan.ir.tasks import Task
-from megatron_pp.runtime.compute import Activation, each_tensor, in_one_block
-from megatron_pp.runtime.log_once import warn_once
+from megatron_pp.runtime.engine.compute import Activation, each_tensor, in_one_block
 
 
 def ready_to_send(grad: Activation, given: Activation, at: Task) -> Activation:

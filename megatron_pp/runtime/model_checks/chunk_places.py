@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from megatron_pp.common.log_once import warn_once
 from megatron_pp.common.module_attributes import unwrapped, wrapped_attributes
 from megatron_pp.faults.consistency import LAYERS
 from megatron_pp.plan.ir.placement import Placement
-from megatron_pp.runtime.log_once import warn_once
 
 
 def check_places(
@@ -23,12 +23,12 @@ def check_places(
         return
     wrong = next(_wrong_chunks(chunks, placement, rank), None)
     if wrong is not None:
-        from megatron_pp.runtime import misplaced_chunks
+        from megatron_pp.runtime.model_checks import misplaced_chunks
 
         raise misplaced_chunks.error_of(*wrong, placement, rank, schedule)
     # Only PipelineStages have this attribute; Megatron's models do not.
     if len(chunks) > 1 and any(wrapped_attributes(chunk, ["stage_in_model"], ...) == [None] for chunk in chunks):
-        from megatron_pp.runtime import misplaced_chunks
+        from megatron_pp.runtime.model_checks import misplaced_chunks
 
         announce(misplaced_chunks.warning(placement, schedule))
 
@@ -50,7 +50,7 @@ def _wrong_chunks(chunks: Sequence[Any], placement: Placement, rank: int) -> Ite
                 which = "first" if name == "pre_process" else "last"
                 yield number, f"{name} of this one is {found}, and of the {which} stage alone it is True"
     if _have_layers(chunks):
-        from megatron_pp.runtime import layer_numbers
+        from megatron_pp.runtime.model_checks import layer_numbers
 
         yield from layer_numbers.wrong_chunks(chunks, placement.stages[rank])
 
@@ -60,7 +60,7 @@ def describe_layers(chunks: Sequence[Any], placement: Placement, rank: int) -> d
     ``check_places`` raises on this rank, because its error says more."""
     if placement.num_stages == 1 or not _have_layers(chunks) or any(_wrong_chunks(chunks, placement, rank)):
         return {}
-    from megatron_pp.runtime import layer_numbers
+    from megatron_pp.runtime.model_checks import layer_numbers
 
     text: str = layer_numbers.described(chunks, placement.stages[rank], rank)
     return {LAYERS: text} if text else {}

@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pp.common import log_once
 from megatron_pp.errors import PipelineMismatchError, PipelinePeerError, ScheduleInputError
 from megatron_pp.faults.consistency import LAYERS
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
-from megatron_pp.runtime import chunk_places, kept_calls, log_once
-from megatron_pp.runtime.chunk_places import check_places
+from megatron_pp.runtime import kept_calls
+from megatron_pp.runtime.model_checks import chunk_places
+from megatron_pp.runtime.model_checks.chunk_places import check_places
 from megatron_pp.runtime.stage import PipelineStage
 from megatron_pp.testing.memory_transport import MemoryNetwork
 from megatron_pp.testing.pipeline import placement_of, toy_step

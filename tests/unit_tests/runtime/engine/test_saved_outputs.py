@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pp.integrations.megatron.steps.forward_backward import freed_output
-from megatron_pp.runtime.compute import accumulate
-from megatron_pp.runtime.deallocate import backward_root
-from megatron_pp.runtime.swapped_outputs import custom_backward
+from megatron_pp.runtime.engine.compute import accumulate
+from megatron_pp.runtime.engine.deallocate import backward_root
+from megatron_pp.runtime.engine.swapped_outputs import custom_backward
 from testkit.models.blocks import SquaresInPython
 
 every_way = pytest.mark.parametrize("keep", [backward_root, freed_output])
