@@ -178,7 +178,7 @@ def test_a_package_that_is_missing_here_is_no_error(script: Path) -> None:
     assert any(one.name == "package-not-here" for one in job.found)
 
 
-def test_checks_that_fail_are_told_from_checks_that_refuse(script: Path) -> None:
+def test_failing_checks_and_refusing_checks_are_told_apart(script: Path) -> None:
     job = read(script, "--mended")
     assert "Megatron's checks fail: KeyError: 'missing'" in texts(job, ERROR)[0]
     assert not job.validated

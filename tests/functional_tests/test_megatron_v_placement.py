@@ -226,7 +226,7 @@ def test_all_that_the_loss_function_reports_reaches_the_last_rank(facts: dict[st
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS if name.startswith("logs")])
-def test_what_the_last_stage_logs_is_logged_on_the_last_rank(name: str, facts: dict[str, Outcome]) -> None:
+def test_logs_of_the_last_stage_appear_on_the_last_rank(name: str, facts: dict[str, Outcome]) -> None:
     """The logged values equal those of Megatron's loop to the last bit."""
     outcome, case = facts[name], JOBS[name][1]
     assert outcome.status == "ok", outcome.message

@@ -62,7 +62,7 @@ def hash_of_a_word(rank: int, size: int) -> int:
     return hash("word")
 
 
-def test_sets_have_another_order_on_the_last_rank_of_mixed_ones() -> None:
+def test_the_mixed_start_method_gives_the_last_rank_another_order_of_sets() -> None:
     first, second, last = run_processes(hash_of_a_word, 3, backend=None, start_method="mixed")
     assert first == second != last
 

@@ -90,7 +90,7 @@ CASES = [(place, how, (i + j) % SIZE) for i, place in enumerate(PLACES) for j, h
 
 
 @pytest.mark.parametrize(("place", "how", "victim"), drawn(CASES, 4))
-def test_every_other_rank_names_the_one_that_failed(place: str, how: str, victim: int) -> None:
+def test_every_other_rank_of_torchs_stages_names_the_failed_rank(place: str, how: str, victim: int) -> None:
     try:
         ranks = run_processes(
             steps_of_a_rank, SIZE, (place, how, victim), timeout=60.0, start_method="forkserver", patience=40.0

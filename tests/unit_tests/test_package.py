@@ -81,7 +81,7 @@ def test_errors_survive_pickling_with_what_they_hold(error: errors.PipelineError
     assert {name: getattr(again, name) for name in values} == values
 
 
-def test_an_error_of_the_user_with_a_signature_of_its_own_keeps_its_text():
+def test_a_users_error_subclass_with_another_signature_keeps_its_text():
     class OwnError(errors.P2PError):
         def __init__(self, rank: int, text: str) -> None:
             super().__init__(f"rank {rank}: {text}")
@@ -89,7 +89,7 @@ def test_an_error_of_the_user_with_a_signature_of_its_own_keeps_its_text():
     assert str(OwnError(3, "gone")) == "rank 3: gone"
 
 
-def test_the_names_at_the_top_are_there():
+def test_the_public_names_exist():
     assert set(megatron_pp.__all__) <= set(dir(megatron_pp))
     for name in megatron_pp.__all__:
         assert getattr(megatron_pp, name) is not None

@@ -96,7 +96,7 @@ def test_shuffled_completion_is_seeded_keeps_fifo_and_varies() -> None:
 
 
 @pytest.mark.parametrize("kind", HOSTILE_NETWORKS)
-def test_a_deadlock_is_noticed_at_once_and_says_who_waits(kind: type[HostileNetwork]) -> None:
+def test_a_deadlock_is_detected_immediately_and_names_the_waiting_ranks(kind: type[HostileNetwork]) -> None:
     """Both ranks wait on a blocking send before they post their receive: rendezvous never lets them go."""
     network = kind(2, seed=1)
 

@@ -40,7 +40,7 @@ def test_a_full_speed_count_has_the_schedules_own_bubble(size, chunks):
         ((7, 3, 2, 6), (6, 9), "the last group has 1 of 6"),
     ],
 )
-def test_slow_counts_name_the_reason_and_the_nearest_fast_ones(arguments, nearest, words):
+def test_slow_microbatch_counts_name_the_reason_and_the_nearest_fast_counts(arguments, nearest, words):
     verdict = explain_microbatch_count(*arguments)
     assert not verdict.full_speed
     assert verdict.nearest == nearest

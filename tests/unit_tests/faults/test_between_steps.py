@@ -214,7 +214,7 @@ def of_gloo() -> BaseException:
     return caught.value
 
 
-def test_what_a_collective_raises_between_steps_is_replaced_by_its_cause() -> None:
+def test_an_error_of_a_collective_between_steps_is_replaced_by_its_cause() -> None:
     rank = First()
     rank.other.publish_failure(Failure(EXCEPTION, "p", 1, 1, "", WORK, "ValueError", "bad"))
     found = ended_by(rank.guard, of_gloo())

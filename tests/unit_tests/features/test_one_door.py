@@ -112,7 +112,7 @@ def test_a_setting_has_one_value_in_one_form() -> None:
         PlanSpec("1f1b", 2, 1, 4, no_such_setting=1)
 
 
-def test_what_no_feature_allows_is_refused() -> None:
+def test_feature_settings_out_of_range_are_refused() -> None:
     for name, wrong in (("offload_slots", 0), ("offload_slots", True), ("fsdp_max_active_stages", -1)):
         if name in SPEC_DEFAULTS:
             with pytest.raises(PlanError, match=f"{name} is {wrong}; it must be a whole number"):

@@ -82,7 +82,7 @@ def test_modules_that_are_imported_anew_are_installed_anew(schedules: Any, caplo
     assert caplog.messages == []
 
 
-def test_modules_that_are_imported_anew_and_not_installed_are_said_at_the_end(
+def test_modules_imported_anew_and_not_installed_are_reported_at_exit(
     schedules: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     megatron_core.install()
@@ -233,7 +233,7 @@ def test_an_engine_that_was_loaded_twice_takes_the_place_of_the_first(
     assert sys.modules[SCHEDULES] is schedules
 
 
-def test_a_step_of_a_model_in_a_v_is_not_handed_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_of_a_model_in_a_v_never_runs_on_megatrons_schedule(caplog: pytest.LogCaptureFixture) -> None:
     """Megatron's own schedule would run its chunks in another order."""
     parameters = f"{ENTRY}, {PUBLISHED['0.20.0'][1]}, slots=None"
     module: Any = stand_in("0.20.0", "return 'theirs'", forward_backward_no_pipelining=parameters)

@@ -83,7 +83,7 @@ def test_known_signatures_are_installed_and_uninstalled(version: str) -> None:
     assert (script.run, script.chunked) == (originals[ENTRIES[0]], originals[ENTRIES[2]])
 
 
-def test_what_is_installed_is_described_and_pickled_as_what_it_replaces() -> None:
+def test_installed_functions_have_the_name_and_pickle_of_the_functions_that_they_replace() -> None:
     schedules = stand_in("0.16.1")
     originals = [getattr(schedules, name) for name in ENTRIES]
     before = [pickle.dumps(function) for function in originals]

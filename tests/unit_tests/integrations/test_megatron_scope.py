@@ -177,7 +177,7 @@ def test_releases_that_cannot_run_several_modules(version: str, functions: tuple
     assert words in str(why)
 
 
-def test_where_gradients_are_synchronised_by_a_function_up_to_0_19() -> None:
+def test_up_to_0_19_only_first_stages_of_source_modules_skip_the_gradient_function() -> None:
     """On all ranks but those of the first stage of a module that takes nothing; since 0.20 of any module."""
     modules = [Module("vision", (((0,), (1,)),)), Module("llm", (((2,), (3,)),)), Module("audio", (((4,),),))]
     (graph,) = module_graphs(modules, {"vision": ["llm"], "audio": ["llm"]})

@@ -168,7 +168,7 @@ def wire_shapes(schedules: Any) -> Any:
 
 
 @pytest.mark.parametrize(("patch", "name"), [(balancing, ALONE), (wire_shapes, CHUNKS)])
-def test_a_schedule_that_was_replaced_before_keeps_its_name_and_is_said(
+def test_a_schedule_replaced_before_install_keeps_its_name_and_is_reported(
     patch: Patch, name: str, schedules: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine in its place would lose what it does around Megatron's."""
@@ -190,7 +190,7 @@ def test_a_schedule_that_was_replaced_before_keeps_its_name_and_is_said(
     assert runs(getattr(schedules, ONE_CHUNK)) == "None"
 
 
-def test_a_schedule_that_is_replaced_later_is_said_by_the_next_install(
+def test_a_schedule_replaced_after_install_is_reported_by_the_next_install(
     schedules: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     megatron_core.install(any_microbatch_count=True)
@@ -364,7 +364,7 @@ def test_shapes_of_messages_are_changed_once(monkeypatch: pytest.MonkeyPatch) ->
         assert call.tensor_shapes(None, 1, 1) == ([expected], [expected])
 
 
-def test_what_a_function_may_call_is_found_a_few_steps_away() -> None:
+def test_functions_called_through_a_few_objects_are_found() -> None:
     def end() -> None: ...
 
     class Holder:

@@ -146,7 +146,7 @@ def test_a_memory_limit_of_one_microbatch_is_enough(size: int, chunks: int, m: i
     verify(result.best.plan)
 
 
-def test_less_than_one_microbatch_needs_is_refused_and_says_so() -> None:
+def test_a_memory_limit_below_one_microbatch_is_refused_with_the_reason() -> None:
     with pytest.raises(PlanError, match=r"but the limit is 2\.5; one microbatch alone needs 3 on rank 0"):
         search("auto", 2, 3, 4, Measured(memory_limit=2.5))
 

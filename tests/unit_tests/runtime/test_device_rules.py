@@ -241,7 +241,7 @@ def test_experts_and_fsdp_need_more_than_one_queue(
         ("64", 2, True, "is 64: no number of hardware queues; it must be a whole number from 1 to 32"),
     ],
 )
-def test_one_sentence_where_it_does_not_suit_the_run(
+def test_queue_advice_is_logged_once_if_the_setting_does_not_suit_the_run(
     value: str | None, streams: int, needs_one: bool, words: str
 ) -> None:
     advice = queue_advice.queue_advice(streams, needs_one, environ={} if value is None else {QUEUES_VARIABLE: value})
@@ -252,5 +252,5 @@ def test_one_sentence_where_it_does_not_suit_the_run(
 
 
 @pytest.mark.parametrize(("value", "streams", "needs_one"), [("1", 9, True), ("8", 8, False), ("32", 9, False)])
-def test_nothing_is_said_where_it_suits_the_run(value: str, streams: int, needs_one: bool) -> None:
+def test_no_queue_advice_is_logged_if_the_setting_suits_the_run(value: str, streams: int, needs_one: bool) -> None:
     assert queue_advice.queue_advice(streams, needs_one, environ={QUEUES_VARIABLE: value}) is None

@@ -410,7 +410,7 @@ RAN: dict[str, tuple[list[int], list[int]]] = {
 }
 
 
-def test_what_runs_with_every_feature() -> None:
+def test_the_table_counts_runs_with_each_feature() -> None:
     """The table of it. A cell is 0 where the features never go with the policy or the network."""
     found: dict[str, tuple[list[int], list[int]]] = {}
     for wanted in [*FEATURES, *TOGETHER]:

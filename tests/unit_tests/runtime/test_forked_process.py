@@ -26,7 +26,7 @@ os._exit(0)
 """
 
 
-def test_it_ends_no_group_of_its_parent() -> None:
+def test_a_forked_process_ends_no_group_of_its_parent() -> None:
     """Whose end would wait for threads that it does not have."""
     environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     program = [sys.executable, "-c", FORKING]

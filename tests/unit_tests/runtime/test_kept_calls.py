@@ -112,7 +112,7 @@ def test_each_call_has_a_number_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         program.call()
 
 
-def test_what_a_step_changes_is_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_made_within_a_step_takes_effect_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the level from which plans are logged."""
     program, before = Program(monkeypatch), logger.level
     program.config.finalize_model_grads_func = lambda *_: logger.setLevel(logging.INFO)

@@ -84,7 +84,7 @@ def test_the_loss_function_may_change_its_argument_only_by_returning() -> None:
 @pytest.mark.parametrize(
     ("returned", "kind"), [(torch.ones(3), "Tensor"), ((torch.ones(()),), "tuple"), ({}, "dict"), (None, "NoneType")]
 )
-def test_what_a_loss_function_must_return(returned: Any, kind: str) -> None:
+def test_wrong_return_values_of_a_loss_function_are_refused(returned: Any, kind: str) -> None:
     with pytest.raises(ScheduleInputError, match=rf"loss function returned {kind}; it must return \(loss, report\)"):
         scale(lambda output: returned)
 
@@ -101,7 +101,7 @@ LEAF = torch.ones(2, requires_grad=True)
     ],
 )
 @pytest.mark.parametrize("more", [(), (3,)])
-def test_what_a_loss_must_be(loss: Any, words: str, more: tuple[int, ...]) -> None:
+def test_a_loss_that_is_no_scalar_tensor_is_refused(loss: Any, words: str, more: tuple[int, ...]) -> None:
     """A number would train nothing."""
     with pytest.raises(ScheduleInputError, match=words):
         alone(lambda data, model: (model(next(data)[0]), lambda output: (loss, *more, {})))
@@ -130,7 +130,7 @@ def test_a_loss_without_a_gradient_is_an_error_as_in_one_process(loss_func: Any)
 
 
 @pytest.mark.parametrize("output", [{"logits": torch.ones(3)}, torch.ones(()), None])
-def test_so_it_is_without_a_loss_function(output: Any) -> None:
+def test_without_a_loss_function_a_loss_without_a_gradient_is_an_error_too(output: Any) -> None:
     with pytest.raises(ScheduleInputError, match="the loss of a training step needs no gradient"):
         alone(lambda data, model: (output, None))
     assert alone(lambda data, model: (output, None), forward_only=True) == [output] * 4
@@ -147,7 +147,7 @@ def test_evaluation_may_report_a_number_as_the_loss() -> None:
 
 
 @pytest.mark.parametrize("returned", [torch.ones(2, 3), None, (torch.ones(1),), (1, 2, 3)])
-def test_what_a_forward_step_function_must_return(returned: Any) -> None:
+def test_wrong_return_values_of_a_forward_step_function_are_refused(returned: Any) -> None:
     """A tensor whose first dimension happens to be 2 could be unpacked."""
     with pytest.raises(ScheduleInputError, match=r"forward_step_func returned a \w+; it must return \(output, loss f"):
         alone(lambda data, model: returned)

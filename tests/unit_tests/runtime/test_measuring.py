@@ -161,7 +161,7 @@ def test_numbers_of_all_stages_are_on_all_ranks(kind: str) -> None:
     assert run_ranks(3, rank_main, network.abort) == [[[stage, 0.5 * stage] for stage in range(6)]] * 3
 
 
-def test_what_all_microbatches_share_is_the_models() -> None:
+def test_memory_shared_by_all_microbatches_counts_as_the_models() -> None:
     tables = [torch.rand(3, 2, 4, generator=torch.Generator().manual_seed(1)) for _ in range(2)]  # no buffers
     with_table = of_stage(lambda stage, x, block: block(x) * tables[stage])
     train(2, measure=1, block=with_table)
@@ -230,7 +230,7 @@ def test_numbers_are_equal_to_the_bit(num_chunks: int, split: bool, fields: dict
     assert found().values.transfer > 0
 
 
-def test_it_is_measured_once_and_evaluation_is_left_out() -> None:
+def test_a_model_is_measured_once_and_evaluation_is_left_out() -> None:
     def written(rank: Rank) -> list[bool]:
         model, found = rank.model(), []
         for forward_only in (False, True, True, False, False, False, False):

@@ -60,7 +60,7 @@ def train(steps: int, folder: Any = None, **fields: Any) -> dict[int, dict[int, 
     return told
 
 
-def test_every_training_step_is_told_on_every_rank_and_no_evaluation() -> None:
+def test_metrics_are_reported_for_every_training_step_and_no_evaluation() -> None:
     told = train(3)
     assert {rank: sorted(steps) for rank, steps in told.items()} == {0: [1, 2, 3], 1: [1, 2, 3]}
     for numbers in (*told[0].values(), *told[1].values()):
@@ -100,7 +100,7 @@ def test_the_program_numbers_its_steps() -> None:
     assert sorted(train(2, step_number=9)[0]) == [9]
 
 
-def test_they_are_within_those_of_a_trace(tmp_path: Any) -> None:
+def test_metrics_are_within_the_times_of_a_trace(tmp_path: Any) -> None:
     """Which is around them."""
     told, run = train(3, str(tmp_path)), load_run(tmp_path)
     assert run.steps == (2, 3)
@@ -131,7 +131,7 @@ def test_a_trace_for_perfetto_has_the_names_of_the_plans_instructions(tmp_path: 
         assert len([event for event in shown if event["tid"] == 0]) == 2 * 8, "of the steps 2 and 3"
 
 
-def test_compute_and_waits_are_told_apart() -> None:
+def test_metrics_count_compute_and_waits_separately() -> None:
     found = metrics_of(PROGRAM, [0.0, 1.0, 4.0, 4.5], [1.0, 4.0, 4.25, 5.0])
     assert found == StepMetrics(pipeline=5.0, compute=3.0, exposed_wait=1.5)
     assert found.bubble == pytest.approx(0.4)
@@ -177,7 +177,7 @@ def on_device(meter: Any, step: int, told: dict[int, StepMetrics]) -> None:
     one.finish()
 
 
-def test_times_of_a_device_are_read_once_it_has_passed_them_and_nothing_waits_for_it() -> None:
+def test_device_times_are_read_later_without_waiting_for_the_device() -> None:
     meter, told = Meter(events=Events()), dict[int, StepMetrics]()  # type: ignore[arg-type]
     Event.now = 0.0
     on_device(meter, 1, told)

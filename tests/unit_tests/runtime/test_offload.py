@@ -237,7 +237,7 @@ def test_bits_of_any_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(found, x.grad)
 
 
-def test_what_the_user_holds_stays_whole() -> None:
+def test_tensors_that_the_user_holds_keep_their_data() -> None:
     held = []
     x = torch.randn(40, requires_grad=True)
     step = Recorded()
@@ -253,7 +253,7 @@ def test_what_the_user_holds_stays_whole() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "while it is copied", "after"])
-def test_what_changes_in_place_is_an_error_as_without_offloading(when: str) -> None:
+def test_an_in_place_change_is_an_error_as_without_offloading(when: str) -> None:
     """After it was copied: of what stays on the device."""
     x, middle, step = torch.randn(64, requires_grad=True), torch.tensor(()), Recorded()
 
@@ -298,7 +298,7 @@ def test_the_stage_of_an_input_still_sees_it() -> None:
         ({"offload_slots": 0}, "offload_slots is 0"),
     ],
 )
-def test_what_cannot_be_offloaded_is_refused(fields: dict[str, Any], why: str) -> None:
+def test_tensors_that_cannot_be_offloaded_are_refused(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ScheduleInputError, match=why):
         run_in_threads(2, 1, ToyData(4), **{"pipeline_schedule": "1f1b", "offload_chunks": 1, **fields})
 

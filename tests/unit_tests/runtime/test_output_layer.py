@@ -116,7 +116,7 @@ def test_hooks_of_the_rows_fire_once_a_microbatch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_what_verify_accepts_of_mutants_gives_the_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutants_that_verify_accepts_give_the_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On hostile networks; `features/output_layer/` counts what plans refuse."""
     case, rng = Case(name, 2, 4), random.Random(3)
     plan = build_plan(PlanSpec(name, case.size, 1, case.microbatches))

@@ -62,7 +62,7 @@ def test_a_step_is_there_once_every_rank_has_given_its_numbers(ranks: list[RankN
     assert ranks[-1].take() == ranks[0].take() == []
 
 
-def test_a_rank_that_has_ended_has_its_steps_left_out_and_nobody_waits(ranks: list[RankNumbers]) -> None:
+def test_steps_of_a_rank_that_has_ended_are_left_out_without_a_wait(ranks: list[RankNumbers]) -> None:
     began = time.monotonic()
     for step in range(1, 40):
         for one in ranks[1:]:
@@ -134,7 +134,7 @@ class Stuck(Gone):
 
 
 @pytest.mark.slow
-def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
+def test_training_does_not_wait_for_a_store_that_does_not_answer() -> None:
     store = Stuck()
     one = ranks_on(store, 2)[1]
     began = time.monotonic()
@@ -147,7 +147,7 @@ def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
     store.end.set()
 
 
-def test_it_goes_with_its_transport() -> None:
+def test_rank_numbers_are_closed_with_their_transport() -> None:
     network = MemoryNetwork(2, store=dist.HashStore())
     transport = network.transport(0)
     kept = rank_numbers(transport, False)
@@ -225,7 +225,7 @@ def test_only_the_pipeline_of_the_writer_measures() -> None:
     assert TensorBoardScalars(None, 2).of_pipeline(transport) is not None
 
 
-def test_ranks_without_a_store_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_of_ranks_without_a_store_log_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert TensorBoardScalars(Writer(), 3).of_pipeline(MemoryNetwork(2).transport(0)) is None
     assert [one.message for one in caplog.records] == [
         "metrics=3 writes nothing: the ranks of the pipeline share no store"

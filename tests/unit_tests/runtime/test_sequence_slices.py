@@ -200,7 +200,7 @@ PARTIAL = "num_microbatches_with_partial_activation_checkpoints"
         ({"sequence_slices": 3, PARTIAL: 1}, "does not go with num_microbatches_with_partial"),
     ],
 )
-def test_what_does_not_go_with_slices_is_refused_before_any_communication(fields, words):
+def test_settings_that_slices_exclude_are_refused_before_any_communication(fields, words):
     with pytest.raises(ScheduleInputError, match=words):
         train(1, **fields)
 

@@ -160,7 +160,7 @@ def test_good_input_reaches_the_network() -> None:
             call(chunks)
 
 
-def test_what_only_communication_needs_is_not_asked_of_a_rank_alone() -> None:
+def test_arguments_for_communication_are_optional_on_a_single_rank() -> None:
     """One rank: no dtype, no shape."""
     config = SimpleNamespace()
     reports = forward_backward_no_pipelining(
@@ -344,7 +344,7 @@ def test_a_data_iterator_that_ends_early_is_named_and_stops_all_ranks(short_rank
     assert isinstance(raised[1 - short_rank], P2PError)
 
 
-def test_counts_that_leave_a_bubble_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_microbatch_counts_that_leave_a_bubble_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="megatron_pp"):
         for _ in range(3):
             with pytest.raises(AssertionError, match="was posted"):

@@ -56,7 +56,7 @@ def test_two_chunks_that_draw_from_one_iterator_are_an_error(schedule: str | Non
     assert run(schedule, everywhere, of_its_own) == reference_run(4, DATA).losses
 
 
-def test_one_chunk_of_each_rank_may_draw_from_it() -> None:
+def test_one_chunk_of_each_rank_may_draw_from_a_shared_iterator() -> None:
     """In a loop one rank has the first stage, and another one the last."""
     assert run(None, False, repeated) == reference_run(4, DATA).losses
 
@@ -96,7 +96,7 @@ def test_a_shared_iterator_is_as_it_was_otherwise() -> None:
     assert list(second) == [0, 1, 2]
 
 
-def test_what_is_no_iterator_or_is_not_shared_is_given_as_it_is() -> None:
+def test_unshared_iterators_and_other_objects_are_passed_unchanged() -> None:
     batches, others, listed = Batches(), Batches(), [1, 2]
     given = [batches, others, listed, listed, None, None]
     assert all(one is other for one, other in zip(told_apart(given), given, strict=True))

@@ -97,7 +97,7 @@ def test_a_stage_that_gives_something_else_is_named(fault, error, words, monkeyp
         ({"skip_tensors": [SkipTensor("a", 0, (1,), dtype="int64")]}, "'int64'; it must be .* floating point"),
     ],
 )
-def test_what_does_not_go_is_refused_before_any_communication(fields, words):
+def test_settings_that_skip_tensors_exclude_are_refused_before_any_communication(fields, words):
     with pytest.raises(ScheduleInputError, match=words):
         run_in_threads(2, 1, ToyData(2), network=NothingMayPass(2), **fields)
 

@@ -40,7 +40,7 @@ def test_the_total_of_a_file_of_callgrinds(tmp_path: Path) -> None:
         instructions._total(file)
 
 
-def test_what_is_missing_is_named(
+def test_a_missing_tool_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -36,7 +36,7 @@ def test_variants_do_the_same_work(schedule: str, chunks: int, size: int) -> Non
         assert losses(variant, setting) == expected
 
 
-def test_waiting_at_once_moves_releases_of_outputs_only() -> None:
+def test_waiting_right_after_the_send_moves_only_releases_of_outputs() -> None:
     plan = build_plan(PlanSpec("interleaved_1f1b", 4, 2, 8))
     early = wait_at_once(plan)
     for before, after in zip(plan.programs, early.programs, strict=True):

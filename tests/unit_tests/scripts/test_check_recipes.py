@@ -33,7 +33,7 @@ def test_recipes_with_a_pipeline_are_found_with_the_gpus_that_they_need(tmp_path
     assert found["gpt/two"].words[-3:] == ("--hierarchical-context-parallel-sizes", "2", "2")
 
 
-def test_what_ran_is_told_from_what_differs_and_what_did_not_run() -> None:
+def test_recorded_results_tell_equal_different_and_not_run_apart() -> None:
     ran = check_recipes.what_ran()
     assert len(ran) == 148
     assert {"yes", "differs", "not trained", "not run"} == {*ran.values()}

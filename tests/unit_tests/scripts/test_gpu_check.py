@@ -111,7 +111,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_what_the_end_of_the_time_cuts_short_is_still_to_come() -> None:
+def test_parts_cut_short_by_the_time_limit_run_next_time() -> None:
     assert ran(one(hangs), seconds=1.0) is None
     assert ran(one(good), seconds=0.0) is None
 
@@ -159,7 +159,7 @@ def recorded(path: Path, **results: Result) -> Run:
 
 
 @pytest.mark.parametrize("work", [cannot, hangs])
-def test_what_is_recorded_stays_where_a_part_cannot_run_or_is_cut_short(
+def test_recorded_results_stay_if_a_part_cannot_run_or_is_cut_short(
     work: Callable[[Bench], None], tmp_path: Path
 ) -> None:
     run = recorded(tmp_path / "results.json", race=PASSED, overlap=PASSED)
@@ -311,7 +311,7 @@ def test_clients_that_cannot_use_mps_are_no_failure(tmp_path: Path, monkeypatch:
     assert result.why == "MPS starts, but its clients do not: RuntimeError: CUDA error: out of memory"
 
 
-def test_jobs_run_at_once_and_keep_their_order() -> None:
+def test_jobs_run_in_parallel_and_keep_their_order() -> None:
     both = threading.Barrier(2)
     assert outside.at_once([lambda: both.wait(30.0) >= 0, lambda: both.wait(30.0) >= 0 and "second"], 2) == [
         True,
@@ -337,7 +337,7 @@ raise SystemExit(gpu_check.main(["--list"]))
 
 
 @pytest.mark.slow
-def test_it_needs_nothing_but_torch() -> None:
+def test_the_gpu_check_needs_only_torch() -> None:
     """What torch itself does not need is not there."""
     needed = {"torch", *_needs("torch")}
     missing = {
@@ -412,7 +412,7 @@ def test_wrong_values_are_refused_before_anything_runs(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gpu_check_reports_a_missing_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main([]) == 2
     assert "torch finds no GPU here; --cpu tries the script" in capsys.readouterr().err
 

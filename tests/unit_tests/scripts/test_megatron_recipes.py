@@ -63,7 +63,7 @@ def test_recipes_that_are_the_same_once_they_are_small_share_a_run(megatron: Pat
         ({"verdict": None, "error": "ours"}, {"verdict": None, "error": "a\ntheirs"}, recipes.MEGATRON),
     ],
 )
-def test_whose_a_failure_is(
+def test_a_recipes_failure_is_attributed_to_an_engine(
     megatron: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, both: Any, theirs: Any, result: str
 ) -> None:
     said = {"engines": {"megatron": "equal"}, "layout": "PP 2"}

@@ -38,7 +38,7 @@ def test_a_release_has_one_row_and_branches_are_last(monkeypatch: pytest.MonkeyP
     assert (second["cases"], second["differs"]) == ("-", "get_tensor_shapes")
 
 
-def test_what_to_do_is_said(
+def test_the_script_says_what_to_do_with_a_new_release(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, (_, row) = written(monkeypatch, tmp_path, "0.21.0", 0, "--parity=--pp 2")
@@ -60,7 +60,7 @@ def test_a_release_that_runs_can_be_taken_up() -> None:
     assert "differs" not in said
 
 
-def test_one_that_is_pinned_is_said_to_be() -> None:
+def test_a_release_that_is_pinned_already_is_reported() -> None:
     pinned = next(line for line in megatron_releases.CONSTRAINTS.read_text().splitlines() if "megatron-core==" in line)
     release = pinned.partition("==")[2].partition(";")[0]
     said = " ".join(megatron_releases.advice(row_of(release, "6")).split())

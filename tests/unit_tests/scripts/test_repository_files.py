@@ -125,7 +125,7 @@ def test_files_that_a_text_names_exist(name: str) -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_the_editor_is_told_the_length_of_lines() -> None:
+def test_editorconfig_has_the_line_length_of_ruff() -> None:
     length = re.search(r"^line-length = (\d+)", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert length is not None
     assert f"max_line_length = {length[1]}" in (ROOT / ".editorconfig").read_text()

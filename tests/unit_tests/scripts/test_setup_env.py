@@ -50,7 +50,7 @@ def test_a_version_that_is_not_there_is_none() -> None:
     assert (found.returncode, found.stdout) == (1, "")
 
 
-def test_an_unknown_version_is_said_before_anything_is_made(tmp_path: Path) -> None:
+def test_an_unknown_version_is_reported_before_anything_is_made(tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     made = set_up(MEGATRON_PP_PYTHON_VERSION="3.99", MEGATRON_PP_VENV=str(venv))
     assert made.returncode == 1

@@ -63,7 +63,7 @@ def test_another_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_passes_with_torchs_classes_alone_is_named(tmp_path: Path) -> None:
+def test_tests_that_pass_only_with_torchs_classes_are_named(tmp_path: Path) -> None:
     pytest.importorskip("expecttest")
     (tmp_path / "test_schedule_multiproc.py").write_text(TESTS)
     (tmp_path / "test_schedule.py").write_text(ALONE)

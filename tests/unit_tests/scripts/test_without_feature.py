@@ -43,7 +43,7 @@ def test_the_row_alone_is_taken_out_of_the_table(row: Row) -> None:
     assert folders(without_feature.without_row(text, row)) == [one.folder for one in FEATURES if one != row]
 
 
-def test_what_imports_the_feature_goes_with_it(tmp_path: Path) -> None:
+def test_modules_that_import_the_feature_are_removed_with_it(tmp_path: Path) -> None:
     for name, text in {
         "megatron_pp/features/pairs/pair_runner.py": "",
         "testkit/of_pairs.py": "from megatron_pp.features.pairs import pair_runner",

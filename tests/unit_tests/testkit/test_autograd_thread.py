@@ -59,7 +59,7 @@ def in_backward(what: Any, reentrant: bool | None = None) -> Any:
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
-def test_what_python_keeps_for_the_callers_thread_is_not_there(reentrant: bool | None, in_thread: None) -> None:
+def test_pythons_thread_locals_are_missing_in_autograds_thread(reentrant: bool | None, in_thread: None) -> None:
     LOCAL.value = "caller's"
     token = CONTEXT.set("caller's")
 
@@ -104,7 +104,7 @@ def state() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
-def test_what_torch_keeps_for_the_callers_thread_is_there(reentrant: bool | None) -> None:
+def test_torchs_thread_state_is_present_in_autograds_thread(reentrant: bool | None) -> None:
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
     def found(where: Any) -> Any:
@@ -260,7 +260,7 @@ def test_a_third_is_drawn(said: str, at_least: int, at_most: int, monkeypatch: p
     assert drawn == [autograd_draw.is_drawn(test) for test in tests]
 
 
-def test_another_seed_draws_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_seed_draws_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn_by(seed: int) -> set[int]:
         monkeypatch.setenv(autograd_draw.NAME, str(seed))
         return {n for n in range(600) if autograd_draw.is_drawn(f"test_{n}")}

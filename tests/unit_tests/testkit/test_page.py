@@ -28,7 +28,7 @@ def test_the_example_prints_what_the_page_says(tmp_path: Path) -> None:
     assert done.stdout == code_blocks(PAGE, "text")["block1"], done.stderr
 
 
-def test_it_imports_no_test_and_only_tests_import_tests() -> None:
+def test_only_tests_import_tests() -> None:
     imports = re.compile(r"^\s*(?:from|import) tests\b", re.MULTILINE)
     folders = ("testkit", "benchmarks", "scripts", "examples", "megatron_pp")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]

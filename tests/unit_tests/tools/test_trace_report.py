@@ -192,7 +192,7 @@ def test_replicas_of_the_pipeline_are_kept_apart(tmp_path):
     assert analyse(load_run(tmp_path, rank=3)).measured.makespan == pytest.approx(slow.makespan, abs=1e-3)
 
 
-def test_the_report_says_and_draws_it(tmp_path, capsys, monkeypatch):
+def test_the_report_prints_and_draws_the_comparison(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     costs = StageCosts.per_stage([10, 10, 20, 10], [10, 10, 20, 10], [10, 10, 20, 10])
     write_traces(tmp_path, [simulated(costs=costs)])

@@ -232,7 +232,7 @@ def test_message_sizes():
     assert message_bytes([None], torch.float32) == message_bytes((2,), None) == 0
 
 
-def test_observers_stand_one_within_the_other():
+def test_observers_are_nested():
     calls = []
 
     def watcher(name):

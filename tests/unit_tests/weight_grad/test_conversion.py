@@ -19,7 +19,7 @@ from tests.unit_tests.weight_grad.habits import Everything
 from tests.unit_tests.weight_grad.steps import new, run_split, step_on_ones
 
 
-def test_what_becomes_of_each_layer_is_reported() -> None:
+def test_the_conversion_of_each_layer_is_reported() -> None:
     report = split_weight_grad(new(Everything)).report
     # embedding, up, down, out_proj, frozen, bias_only, twice, head
     assert (report.split, report.delayed) == (8, 0)

@@ -102,7 +102,7 @@ REGIONS: dict[str, Regions] = {
 
 
 @pytest.mark.parametrize("kind", UNDER_AUTOCAST, ids=lambda kind: kind.__name__)
-def test_under_autocast_too(kind: type[Habit]) -> None:
+def test_a_converted_model_computes_the_same_under_autocast(kind: type[Habit]) -> None:
     for name, region in REGIONS.items():
         assert compare(kind, [True, False, True], region) == [], name
 

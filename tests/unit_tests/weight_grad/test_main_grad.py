@@ -158,7 +158,7 @@ def test_on_a_gpu_torch_adds_half_precision_products_in_float32_and_casts_others
     torch.testing.assert_close(main_grad.double(), 1 + g.double().t() @ x.double(), rtol=within, atol=within)
 
 
-def test_that_call_is_one_that_torch_takes() -> None:
+def test_torch_accepts_addmm_with_out_dtype() -> None:
     x, g, main_grad = (torch.empty(n, m, dtype=torch.bfloat16, device="meta") for n, m in ((10, 6), (10, 4), (4, 6)))
     main_grad = main_grad.float()
     assert torch.addmm(main_grad, g.t(), x, out_dtype=torch.float32, out=main_grad) is main_grad

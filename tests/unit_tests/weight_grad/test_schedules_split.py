@@ -147,7 +147,7 @@ def test_a_model_that_does_not_split_gets_a_plan_without_w(name: str, converted:
     assert prepared(host).spec.split_backward is split
 
 
-def test_what_is_off_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_switched_off_splitting_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     log_once._log.cache_clear()  # another test of this process may have heard it
     with caplog.at_level(logging.WARNING, logger="megatron_pp"):
         for _ in range(2):

@@ -147,7 +147,7 @@ def test_a_loss_that_uses_a_weight_beside_its_layer(te: Any) -> None:
 # -- Megatron's wrappers -----------------------------------------------------------------------------------------------
 
 
-def test_megatrons_guard_does_not_stop_it(te: Any) -> None:
+def test_megatrons_guarded_backward_dw_does_not_stop_the_weight_gradient(te: Any) -> None:
     """Megatron's subclasses call Transformer Engine's ``backward_dw`` only if their config says so."""
 
     class Guarded(te.Linear):  # type: ignore[misc, name-defined]

@@ -228,7 +228,7 @@ def test_an_exception_before_the_first_instruction_is_placed_there() -> None:
 
 
 @pytest.mark.slow
-def test_a_communicator_that_is_closed_within_its_step_is_an_error_in_words() -> None:
+def test_closing_a_communicator_within_its_step_raises_a_described_error() -> None:
     def train(rank: Rank) -> BaseException | None:
         def closing(iterator: Iterator[Any], model: Any) -> Any:
             close_guard(rank.communicator)

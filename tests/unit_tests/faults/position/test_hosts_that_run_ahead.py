@@ -224,7 +224,7 @@ def test_a_step_is_over_when_the_device_is_done() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_watched_outside_steps_is_over_when_the_device_is_done() -> None:
+def test_a_watched_phase_outside_steps_ends_when_the_device_is_done() -> None:
     job = Job(stops=(-1, -1, -1))
 
     def main(rank: int, communicator: P2PCommunicator) -> None:

@@ -68,7 +68,7 @@ def test_a_pipeline_that_is_made_again_is_found_again() -> None:
     assert _step(store, (1, 2)) == [None, None]
 
 
-def test_what_failed_in_a_pipeline_does_not_end_the_next_one_of_its_members() -> None:
+def test_a_failure_of_one_pipeline_does_not_end_the_next_pipeline_of_its_ranks() -> None:
     store = dist.HashStore()
     one = Member(store, (0, 1), 0)
     with pytest.raises(ValueError, match="dealt with"):

@@ -62,7 +62,7 @@ def test_no_stream_races_on_virtual_devices(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fan-in", "an encoder in the bubbles"])
-def test_every_rank_is_told_how_long_it_computed_and_waited(name: str) -> None:
+def test_every_rank_gets_its_compute_and_wait_times(name: str) -> None:
     told: list[tuple[int, StepMetrics]] = []
     setup = dataclasses.replace(SETUPS[name], config={"metrics": lambda *numbers: told.append(numbers)})
     assert_equal(setup, run(setup, MemoryNetwork(size_of(setup))), in_one_process(setup))

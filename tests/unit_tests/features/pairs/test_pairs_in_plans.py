@@ -67,7 +67,7 @@ def test_the_bubble_of_paired_dualpipe_v_is_the_published_one(size: int) -> None
     assert simulate(plan, StageCosts.uniform(2 * size)).idle == (2.0 * (size - 1),) * size
 
 
-def test_nothing_is_paired_unless_it_is_asked_for() -> None:
+def test_pairs_are_made_only_if_requested() -> None:
     plan = build_plan(PlanSpec("1f1b", 4, 1, 8))
     assert sum(map(pairs_in, plan.programs)) == 0
     assert sum(pairs_in(pair_up(order)) for order in plan.orders) > 0
@@ -104,7 +104,9 @@ def sends_of(entry: Instruction) -> list[str]:
     ],
     ids=str,
 )
-def test_where_the_sends_of_a_pair_go_out(fields: dict[str, Any], within: bool) -> None:
+def test_sends_of_a_pair_are_posted_within_it_if_receives_are_posted_ahead(
+    fields: dict[str, Any], within: bool
+) -> None:
     """Within it where receives are posted ahead, and nothing in it waits for the device; else after it."""
     plan = build_plan(PlanSpec("combined_1f1b", 4, 2, 8, overlap_pairs=True, **fields))
     for program in plan.programs:

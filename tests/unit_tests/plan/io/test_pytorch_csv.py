@@ -152,7 +152,7 @@ def test_pytorchs_compute_order_is_written_as_it_was_read(torch_files, name, sha
     assert cells_of(format_plan(parse_plan(text), "torch-csv")) == cells_of(text)
 
 
-def test_what_pytorchs_rows_leave_out_is_added():
+def test_communication_missing_from_pytorchs_rows_is_added():
     """Waits and hand-offs right before the use, releases an operation after the send, syncs as in any plan."""
     plan = parse_plan("0F0,0SEND_F0,0RECV_B0,0I0,0W0\n1RECV_F0,1F0,1I0,1SEND_B0,1W0\n")
     assert list(map(format_program, plan.programs)) == [

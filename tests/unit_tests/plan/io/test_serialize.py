@@ -158,7 +158,7 @@ def test_a_file_that_does_not_end_is_refused(monkeypatch):
         load_plan("/dev/zero")
 
 
-def test_files_that_are_no_text_or_not_there(tmp_path):
+def test_files_that_are_missing_or_no_text_are_refused(tmp_path):
     binary = tmp_path / "plan.csv"
     binary.write_bytes(b"\xff\xfe\x00F")
     with pytest.raises(FileFormatError, match="not a text file in UTF-8"):

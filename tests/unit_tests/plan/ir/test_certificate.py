@@ -59,7 +59,7 @@ def test_the_digest_is_of_the_programs():
     assert other.certificate.digest != plan.certificate.digest
 
 
-def test_it_goes_into_files_and_traces_and_is_not_read_back():
+def test_the_certificate_is_written_to_files_and_traces_and_not_read_back():
     plan = build_plan(PlanSpec("1f1b", 2, 1, 3, device=("one_queue",)))
     content = json.loads(format_plan(plan, "json", certified=True))
     assert content["certificate"] == plan.certificate.to_dict()

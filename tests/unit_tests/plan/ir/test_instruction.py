@@ -73,7 +73,7 @@ def test_every_op_has_a_name_in_words() -> None:
         *("SEND_F0.1:x s1", "F0.0 [SEND_F0.0", "F0.0 SEND_F0.0]", "F0.0 ] B0.0", "[SEND_F0.0 [RECV_F0.1]]"),
     ],
 )
-def test_what_is_no_instruction_is_refused_and_quoted(text: str) -> None:
+def test_text_that_is_no_instruction_is_refused_and_quoted(text: str) -> None:
     with pytest.raises(InstructionError) as caught:
         parse_instruction(text)
     assert isinstance(caught.value, ValueError)

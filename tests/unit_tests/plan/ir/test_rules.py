@@ -87,7 +87,7 @@ def test_the_core_names_instructions_of_features_where_they_are_registered_alone
         assert naming in (["feature_table.py"], []), op
 
 
-def test_what_a_rule_needs_another_one_adds() -> None:
+def test_every_fact_that_a_rule_needs_is_added_by_another_rule() -> None:
     added = GRADIENTS | USED  # by compute (``ShardWalk``)
     for rule in RULES.values():
         added |= rule.adds

@@ -221,7 +221,7 @@ def test_an_evaluation_has_nothing_in_flight():
     assert simulate(plan, StageCosts.uniform(4)).peak_in_flight() == (0, 0, 0, 0)
 
 
-def test_a_plan_that_hangs_is_refused_in_words():
+def test_simulate_refuses_a_plan_that_hangs_and_names_the_cycle():
     broken = edited(edited(build_plan(PlanSpec("1f1b", 2, 1, 2)), 1, "drop SEND_B0.0"), 1, "drop FREE_B0.0")
     with pytest.raises(PlanError, match="rank 0"):
         simulate(broken, StageCosts.uniform(2))

@@ -121,7 +121,7 @@ def test_a_gradient_on_its_way_two_backwards_later_is_refused() -> None:
     assert "F0.2" in refusal(edited(plan, 1, "move FREE_B0.0 behind F0.2"), STATIC_BUFFERS)
 
 
-def test_a_gradient_that_is_handed_on_too_late_is_refused() -> None:
+def test_a_gradient_hand_off_that_comes_too_late_is_refused() -> None:
     """Within a rank nothing is sent, but the gradient lies in the same buffer until it is used."""
     verify(lowered_plan(PlanSpec("breadth_first", 1, 2, 2)), device=(STATIC_BUFFERS,))
     assert refusal(lowered_plan(PlanSpec("breadth_first", 1, 2, 3)), STATIC_BUFFERS) == (

@@ -115,7 +115,7 @@ SPECS = [
 
 
 @pytest.mark.parametrize(("rule", "waiting"), [(ONE_QUEUE, ""), (ANY_WAIT, INSTRUCTIONS)])
-def test_it_agrees_with_verify_on_plans_that_are_changed(rule: str, waiting: str) -> None:
+def test_the_queue_judge_agrees_with_verify_on_changed_plans(rule: str, waiting: str) -> None:
     """A receive that is posted up to twelve instructions earlier; what other rules refuse is left out."""
     draw, found = random.Random(1), {True: 0, False: 0}
     for spec in SPECS * 120:

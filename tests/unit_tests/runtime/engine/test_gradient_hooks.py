@@ -111,7 +111,9 @@ BY_HAND: dict[str, tuple[tuple[int, int, int], dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize(("sizes", "fields", "expected"), BY_HAND.values(), ids=BY_HAND)
-def test_by_hand(sizes: tuple[int, int, int], fields: dict[str, Any], expected: list[str]) -> None:
+def test_hooks_fire_in_the_order_written_by_hand(
+    sizes: tuple[int, int, int], fields: dict[str, Any], expected: list[str]
+) -> None:
     assert [" ".join(log.lines) for log in run_logged(*sizes, **fields)] == expected
 
 
@@ -381,7 +383,7 @@ def test_tied_embeddings_that_nothing_sums(tied: Callable[[], PipelineStage]) ->
     assert "pipeline ranks 0 and 2 share" in sentence
 
 
-def test_each_model_is_looked_at_once() -> None:
+def test_each_model_is_checked_only_once() -> None:
     stage = _stage()
     assert len(_sentences(stage, replicas=2)) == 1
     assert _sentences(stage, replicas=2) == []

@@ -63,7 +63,7 @@ def harm(
 @pytest.mark.slow
 @pytest.mark.parametrize("network", HOSTILE_NETWORKS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("name", MORE_SPECS)
-def test_first_wall_stands_alone(name: str, network: type[HostileNetwork]) -> None:
+def test_the_engine_alone_prevents_corruption_if_handles_own_nothing(name: str, network: type[HostileNetwork]) -> None:
     """The engine as it is, with handles that own nothing."""
     for seed in range(3):
         assert harm(MORE_SPECS[name], network, core=OwnsNothing, seed=seed) == ""
@@ -71,7 +71,7 @@ def test_first_wall_stands_alone(name: str, network: type[HostileNetwork]) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", EARLY_RELEASES)
-def test_second_wall_stands_alone(mutant: type[PlanExecutor]) -> None:
+def test_handles_that_own_the_bytes_prevent_corruption_if_the_engine_frees_early(mutant: type[PlanExecutor]) -> None:
     """An engine that frees early, with handles that own the bytes."""
     for spec in SPECS.values():
         assert harm(spec, LastMomentNetwork, mutant) == ""

@@ -80,14 +80,14 @@ def test_memory_that_the_graph_has_saved_stays_until_the_backward(keep: Callable
     assert torch.equal(x.grad, 2 * (x.detach() + 1.0))
 
 
-def test_what_needs_no_gradient_leaves_nothing() -> None:
+def test_outputs_without_a_gradient_leave_no_graph_root() -> None:
     plain = torch.ones(3)
     assert backward_root(plain) is None
     assert backward_root([plain, None]) == [None, None]
     assert not freed_output(plain).requires_grad
 
 
-def test_what_is_left_stays_what_it_is() -> None:
+def test_freeing_an_output_twice_changes_nothing() -> None:
     output = torch.ones(3, requires_grad=True) * 2
     for keep in (backward_root, freed_output):
         root = keep(output)

@@ -121,7 +121,7 @@ def test_a_write_is_found_when_a_backward_uses_the_output_up() -> None:
     assert (caught.value.posted_by, caught.value.broken_by) == ("SEND_F0.0", "B0.0")
 
 
-def test_the_write_is_caught_by_nothing_else_before_it_has_done_harm() -> None:
+def test_without_the_check_a_write_in_flight_changes_gradients() -> None:
     result = run(SPECS["1f1b"], WritesUnseen).result
     assert result.difference(run(SPECS["1f1b"], PlanExecutor).result) > 0
 
@@ -258,7 +258,7 @@ def test_megatron_style_calls_compare_dtype() -> None:
         exchanged(torch.ones(3, 2).int(), lambda rank: {"pipeline_dtype": torch.float32 if rank else torch.int32})
 
 
-def test_what_is_expected_follows_the_plan() -> None:
+def test_wire_stamps_of_send_and_receive_are_equal() -> None:
     """A receive and the send that it belongs to carry one stamp, on every channel of a V."""
     from megatron_pp.features.p2p_debug.wire_check import WireCheck
 

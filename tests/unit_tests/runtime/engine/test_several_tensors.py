@@ -140,7 +140,7 @@ def test_a_stage_that_gives_what_its_graph_has_saved(
 
 
 @pytest.mark.parametrize("kind", ["first used", "second used"])
-def test_of_two_tensors_for_another_chunk_of_the_rank_one_is_not_used(kind: str) -> None:
+def test_a_chunk_on_the_same_rank_may_use_one_of_two_tensors(kind: str) -> None:
     block = partial(TwoTensors, stages=3, kind=kind)
     assert run_in_threads(1, 3, Pairs(5), block=block).difference(reference_run(3, Pairs(5), block=block)) == 0.0
 

@@ -115,7 +115,7 @@ def test_stages_before_one_that_uses_no_input(
         assert torch.equal(grad, expected.grads.get(name, torch.zeros_like(grad))), name
 
 
-def test_it_is_said_once_that_zeros_are_sent(caplog: pytest.LogCaptureFixture) -> None:
+def test_sending_zeros_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     log_once._log.cache_clear()
     with caplog.at_level(logging.WARNING, "megatron_pp"):
         for _ in range(2):

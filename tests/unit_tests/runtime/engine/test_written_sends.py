@@ -119,7 +119,7 @@ def test_a_gradient_that_is_written_to_while_it_is_sent(way: str) -> None:
 
 
 @pytest.mark.parametrize("block", [static_output, first_is_identity])
-def test_what_is_written_to_after_its_send_is_right(block: Any) -> None:
+def test_writes_after_a_send_has_finished_are_accepted(block: Any) -> None:
     """Single sends that are waited for at once, as large ones on gloo."""
     for forward_only in (False, True):
         data = REFILLED if block is first_is_identity else DATA

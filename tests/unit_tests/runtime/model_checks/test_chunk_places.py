@@ -208,7 +208,7 @@ def test_a_rank_whose_own_chunks_do_not_fit_says_so_itself() -> None:
         (wrong_layers, r"chunk 1 on rank .* is stage . under zb_x: .*its layers are \[., .\], and an earlier stage"),
     ],
 )
-def test_what_megatrons_models_say_of_their_place(kind: str, rank: int, change: Any, said: str) -> None:
+def test_megatron_models_built_for_another_stage_are_refused(kind: str, rank: int, change: Any, said: str) -> None:
     placement = Placement(kind, SIZE, CHUNKS)
     chunks = [MegatronChunk(stage, chunk) for chunk, stage in enumerate(placement.stages[rank])]
     check_places([Wrapper(Wrapper(chunk)) for chunk in chunks], placement, rank, "zb_x")
@@ -274,7 +274,7 @@ def test_the_warning_of_a_step_is_logged_once(caplog: pytest.LogCaptureFixture) 
     ]
 
 
-def test_chunks_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_places_are_checked_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Any] = []
     original = chunk_places._wrong_chunks
 

@@ -190,7 +190,7 @@ ODD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("words", ODD)
-def test_what_no_program_can_do_is_a_fault(words: str) -> None:
+def test_impossible_logs_are_reported_as_faults(words: str) -> None:
     assert Judge().judge(START) == []
     (fault,) = Judge().judge([*START, ODD[words]])
     assert words in fault

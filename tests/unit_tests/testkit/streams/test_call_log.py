@@ -69,7 +69,7 @@ def test_a_launch_has_the_bytes_that_it_uses_and_a_transfer_its_match() -> None:
     assert match.items() >= {"send": send["event"], "source": 0, "target": 1, "bytes": 12, "buffered": False}.items()
 
 
-def test_what_waits_names_the_event() -> None:
+def test_a_wait_in_the_log_names_its_event() -> None:
     records = logged(2, exchange)
     hosts = {r["stream"]: r["rank"] for r in records if r["do"] == "stream" and r["host"]}
     known: set[int] = set()

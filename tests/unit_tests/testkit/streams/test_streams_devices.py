@@ -40,7 +40,7 @@ def test_streams_wait_for_nothing_unless_asked(edge_in: bool, edge_out: bool) ->
 
 
 @pytest.mark.parametrize("synchronize", ["event", "stream", "device", "item", "query", "nothing"])
-def test_what_the_host_has_waited_for_is_over(synchronize: str) -> None:
+def test_work_that_the_host_has_waited_for_is_finished(synchronize: str) -> None:
     def program() -> torch.Tensor:
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
@@ -181,7 +181,7 @@ def test_torch_is_as_before_afterwards() -> None:
     assert not torch.ones(1).is_cuda
 
 
-def test_what_asks_for_any_accelerator_gets_the_virtual_one() -> None:
+def test_code_that_asks_for_any_accelerator_gets_the_virtual_device() -> None:
     """torch 2.15's optimizers ask for the stream of ``torch.accelerator``."""
 
     def program() -> list[bool]:
@@ -284,7 +284,7 @@ def test_a_host_that_waits_for_its_device_is_woken_by_an_abort() -> None:
         assert run_ranks(2, run) == ["woken", ""]
 
 
-def test_what_another_thread_asks_of_an_event_is_not_known_to_the_host() -> None:
+def test_an_event_query_of_another_thread_orders_nothing_for_the_host() -> None:
     """The fault guard's watch asks; the program has not waited for anything."""
     network = StreamNetwork(1, seed=None)
 

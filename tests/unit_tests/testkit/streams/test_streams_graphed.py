@@ -48,7 +48,9 @@ def test_a_pending_gradient_is_overwritten(schedule: str, size: int, policy: str
 
 
 @pytest.mark.parametrize(("schedule", "size", "policy"), SAFE)
-def test_it_is_not_where_sends_are_waited_at_their_round(schedule: str, size: int, policy: str) -> None:
+def test_a_pending_gradient_is_not_overwritten_if_sends_are_waited_for_at_their_round(
+    schedule: str, size: int, policy: str
+) -> None:
     report, difference = toy_step_on_streams(schedule, size, DATA, **GRAPHED, **POLICIES[policy])
     assert not report.races, str(report)
     assert difference == 0.0
@@ -57,7 +59,7 @@ def test_it_is_not_where_sends_are_waited_at_their_round(schedule: str, size: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "size", "policy"), UNSAFE)
-def test_nor_where_sends_are_settled_before_the_operation_after_the_next_backward(
+def test_a_pending_gradient_is_not_overwritten_if_sends_finish_before_the_next_but_one_backward(
     schedule: str, size: int, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def executor_for(communicator: Any) -> type[PlanExecutor]:

@@ -114,7 +114,7 @@ def log_of(spec: PlanSpec, block: Callable[[int], torch.nn.Module], executor: ty
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_what_is_not_contiguous_is_copied_in_the_operation_that_makes_it(spec: PlanSpec) -> None:
+def test_tensors_that_are_not_contiguous_are_copied_in_the_operation_that_makes_them(spec: PlanSpec) -> None:
     """Before any receive of the boundary is posted: receives stand behind the operation."""
     log = log_of(spec, StridedBlock if spec.num_parts == 1 else StridedCausalBlock, StridedGradients)
     assert log.elsewhere() == set()
@@ -126,7 +126,7 @@ def test_named_tensors_are_copied_in_the_forward_that_makes_them() -> None:
     assert log.elsewhere() == {(ins.WAIT_B, "add_")}, "a gradient that has come is added to the rank's sum"
 
 
-def test_what_a_split_output_layer_broadcasts_is_copied_in_the_forward() -> None:
+def test_the_broadcast_input_of_a_split_output_layer_is_copied_in_the_forward() -> None:
     class StridedStage(output_layer_runs.Stage):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return strided(super().forward(x))

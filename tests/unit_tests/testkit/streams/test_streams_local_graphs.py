@@ -69,7 +69,7 @@ def test_another_order_overwrites_what_is_needed_and_is_refused(case: str, polic
 
 
 @pytest.mark.parametrize("case", ["fewer", "schedule"])
-def test_no_older_rule_shows_that(case: str) -> None:
+def test_other_checks_do_not_find_the_wrong_replay_order(case: str) -> None:
     """Sends that are waited for at their round race with nothing."""
     size, steps, _ = OTHER_ORDERS[case]
     report = unchecked(size, *steps, **POLICIES["batched"])

@@ -88,7 +88,7 @@ def asks_for_2_more(transport: Any) -> None:
 @pytest.mark.parametrize("memory", [0, 20])
 @pytest.mark.parametrize("record_streams", [False, True])
 @pytest.mark.parametrize("program", [drops_4_of_6, asks_for_2_more])
-def test_where_memory_is_left_no_allocation_waits(
+def test_no_allocation_waits_while_memory_is_left(
     program: Callable[[Any], object], record_streams: bool, memory: int
 ) -> None:
     between_a_receive_and_its_cause(program, network_with(memory, record_streams=record_streams))

@@ -111,5 +111,5 @@ def test_wrong_accesses_are_races_whoever_owns_the_bytes(mutant: type[PlanExecut
 
 
 @pytest.mark.parametrize("mutant", [WritesIntoOutput, WritesIntoGradient, ReadsBeforeItArrived])
-def test_record_stream_does_not_hide_them(mutant: type[PlanExecutor]) -> None:
+def test_record_stream_does_not_hide_wrong_accesses(mutant: type[PlanExecutor]) -> None:
     assert plan_on_streams(SPECS["interleaved"], mutant, record_streams=True).races

@@ -76,7 +76,7 @@ def test_the_engine_needs_room_for_two_transfers(spec: PlanSpec) -> None:
     runs(spec, DeviceRules(multiprocessors=24 if spec.variable_shapes else 16))
 
 
-def test_it_hangs_where_there_is_room_for_one() -> None:
+def test_the_engine_hangs_with_room_for_one_transfer() -> None:
     with pytest.raises(RuntimeError, match=HANGS):
         runs(replace(SPECS["1f1b"], device=(ONE_QUEUE,)), replace(LATER_STEPS, multiprocessors=15))
 
@@ -115,7 +115,7 @@ def test_small_sends_may_end_before_they_are_received(spec: PlanSpec) -> None:
 
 
 @pytest.mark.parametrize("rules", [DeviceRules(), EAGER])
-def test_who_has_waited_for_a_small_send_knows_nothing_of_the_receiver(rules: DeviceRules) -> None:
+def test_waiting_for_a_small_send_does_not_order_the_receiver(rules: DeviceRules) -> None:
     """Rank 1 posts the second receive after the first has arrived; rank 0 waits for the second send alone."""
     found = set()
     for seed in range(4):

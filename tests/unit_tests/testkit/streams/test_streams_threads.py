@@ -69,7 +69,9 @@ def test_a_thread_that_has_not_chosen_its_device_makes_a_context_on_device_0(
 
 
 @pytest.mark.parametrize("asks", ASKS[:3])
-def test_one_that_has_chosen_it_does_not(asks: Callable[[torch.cuda.Event], object]) -> None:
+def test_a_thread_that_has_chosen_its_device_makes_no_context_on_device_0(
+    asks: Callable[[torch.cuda.Event], object],
+) -> None:
     def program(event: torch.cuda.Event) -> None:
         torch.cuda.set_device(event._device.place)
         assert torch.cuda.current_device() == event._device.rank

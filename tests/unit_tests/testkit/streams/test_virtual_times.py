@@ -120,7 +120,7 @@ def test_a_step_takes_what_its_plan_is_simulated_to_take(schedule: str, size: in
 
 
 @pytest.mark.parametrize("schedule", SEARCHED)
-def test_so_does_an_order_that_is_searched_for(schedule: str) -> None:
+def test_a_searched_order_takes_what_its_plan_is_simulated_to_take(schedule: str) -> None:
     costs = costs_of(4)
     measured = Measured(costs.forward, costs.backward_input, costs.weight, transfer=MESSAGE)
     step = timed_step(PlanSpec(schedule, 2, 2, 8, measured=measured))
@@ -138,7 +138,9 @@ def test_so_does_an_order_that_is_searched_for(schedule: str) -> None:
         if EXHAUSTIVE or n // 2 % 2 == k
     ],
 )
-def test_under_the_other_policies_too(n: int, schedule: str, policy: str) -> None:
+def test_under_other_policies_a_step_takes_what_its_plan_is_simulated_to_take(
+    n: int, schedule: str, policy: str
+) -> None:
     """Where the engine waits for its sends where the plan says. By default it goes on, and ends no later. Policies and
     sizes take turns."""
     spec = spec_of(schedule, 2 + 2 * (n % 2), 2, policy=policy)

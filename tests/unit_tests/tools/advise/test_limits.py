@@ -51,7 +51,7 @@ def test_the_rounding_of_sums_recommends_no_more_chunks_and_no_order_of_arrival(
     assert why_not(best, faster).startswith("as fast, ")
 
 
-def test_what_is_as_fast_recomputes_no_more():
+def test_equally_fast_answers_recompute_no_more():
     model = Model((layer(PART, 1.4, 1.0, 0.8, 2.0),))
     asked = replace(question(), models=((1, model),), schedules=("gpipe", "1f1b"), max_chunks=1)
     found = search(asked)

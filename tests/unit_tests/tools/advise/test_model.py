@@ -144,7 +144,7 @@ def test_messages_take_their_time():
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h2", "interleaved_zb", "v_half"])
-def test_what_is_kept_at_most(name):
+def test_the_estimate_of_kept_memory_equals_the_plans_peak(name):
     plan = build_plan(PlanSpec(name, 4, SCHEDULES[name].chunks or 2, 8))
     stages = plan.placement.num_stages
     forward, late = [1.0 + s for s in range(stages)], [0.9 * (1 + s) for s in range(stages)]

@@ -378,7 +378,7 @@ def test_wrong_costs(costs, words):
     assert words in str(error.value)
 
 
-def test_a_bound_is_for_equal_ones():
+def test_the_lower_bound_refuses_unequal_microbatches():
     plan = build_plan(PlanSpec("1f1b", 2, 1, 3))
     with pytest.raises(PlanError, match=r"leave StageCosts\.microbatches out"):
         lower_bound(plan.placement, 3, replace(StageCosts.uniform(2), microbatches=(1.0, 2.0, 3.0)))

@@ -221,7 +221,7 @@ def test_split_experts_gather_their_tokens():
 
 
 @pytest.mark.parametrize("module", ["layernorm", "mla_up_proj", "moe_act", "moe", "shared_experts"])
-def test_what_is_computed_again_is_not_kept(module):
+def test_recomputed_activations_are_not_kept(module):
     none, again = (
         of(DEEPSEEK + text) for text in ("", f"--recompute-granularity selective --recompute-modules {module}")
     )

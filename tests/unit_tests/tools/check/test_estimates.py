@@ -82,7 +82,7 @@ def test_recomputed_layers_may_be_a_number() -> None:
     assert half.cut.peaks[0] < priced(job(), H100).cut.peaks[0]
 
 
-def test_what_torch_does_not_allocate_has_a_range() -> None:
+def test_memory_outside_torch_is_given_as_a_range() -> None:
     found = memory.section(job(), H100)
     (line,) = (one for one in found.lines if "NCCL and CUDA take" in one)
     assert line.endswith("take an estimated 0.96 GB over NVLink; over sockets, up to 1.5 GB were measured")
@@ -166,7 +166,9 @@ SERVED = "install() runs every step: none of the settings needs Megatron's own s
         ({"use_megatron_fsdp": True}, None),
     ],
 )
-def test_what_install_leaves_to_megatrons_own_schedule_is_named(settings: dict[str, Any], reason: str | None) -> None:
+def test_settings_that_leave_steps_to_megatrons_own_schedule_are_named(
+    settings: dict[str, Any], reason: str | None
+) -> None:
     """The answer uses the function by which `install()` decides in each step, on the job's settings."""
     found = hangs.section(job(**settings))
     model = SimpleNamespace(
@@ -185,7 +187,7 @@ def test_what_install_leaves_to_megatrons_own_schedule_is_named(settings: dict[s
         assert found.data == {"verified": None, "handed_back": decided}
 
 
-def test_what_no_schedule_runs_is_no_plan_of_megatrons() -> None:
+def test_settings_that_no_schedule_runs_are_not_blamed_on_install() -> None:
     found = hangs.section(job(hybrid_context_parallel=True))
     assert SERVED not in found.lines
     assert not any("leaves the training steps" in line for line in found.lines)
@@ -212,14 +214,14 @@ def test_a_step_of_very_many_microbatches_repeats_the_plan_that_is_verified() ->
     assert "The job's step of 1000000000 microbatches repeats this plan." in lines
 
 
-def test_a_job_that_does_not_say_its_batch_is_told_so() -> None:
+def test_a_job_without_a_batch_size_is_reported() -> None:
     silent = replace(job(), args={**LLAMA_8B, "global_batch_size": None})
     assert hangs.section(silent).lines[0] == "no plan: --global-batch-size is not given"
     for section in (memory.section(silent, H100), step_time.section(silent, H100)):
         assert section.lines == ("not estimated: --global-batch-size is not given",)
 
 
-def test_a_vocabulary_that_is_not_known_is_said() -> None:
+def test_an_unknown_vocabulary_size_is_reported() -> None:
     """Otherwise the embedding and the output layer would be missing silently."""
     words = {"vocab_size": None, "padded_vocab_size": None}
     for found in (memory.section(job(**words), H100), step_time.section(job(**words), H100)):
@@ -259,7 +261,7 @@ def test_no_setting_is_recommended_that_megatron_refuses() -> None:
     assert any("chunks" in name for name in step_time.section(job(), H100).data["tried"])  # type: ignore[index]
 
 
-def test_chunks_are_asked_for_instead_of_the_layers_of_each() -> None:
+def test_the_answer_asks_for_the_number_of_chunks_not_layers_per_chunk() -> None:
     flag = {"num_layers_per_virtual_pipeline_stage": 4, "virtual_pipeline_model_parallel_size": 2}
     found = step_time.section(job(**flag, overlap_p2p_comm=True), GPUS["b300"])
     changes = [one.change for one in found.findings if one.change.startswith("--num-virtual")]
@@ -304,7 +306,7 @@ def test_context_parallel_ranks_share_the_optimizers_states() -> None:
     )
 
 
-def test_a_program_without_megatrons_flags_is_told_none_of_them() -> None:
+def test_answers_for_other_programs_name_no_megatron_flags() -> None:
     titan = replace(job(num_layers=64, seq_length=16384, use_distributed_optimizer=False), framework="torchtitan")
     (found,) = memory.section(titan, H100).findings
     assert (found.name, found.change) == ("does-not-fit", "")
@@ -313,7 +315,7 @@ def test_a_program_without_megatrons_flags_is_told_none_of_them() -> None:
 
 
 @pytest.mark.parametrize(("framework", "args"), [("torchtitan", {}), ("megatron", {"use_megatron_fsdp": True})])
-def test_sharded_parameters_are_said_not_to_be_counted(framework: str, args: dict[str, Any]) -> None:
+def test_the_answer_says_that_sharded_parameters_are_not_counted(framework: str, args: dict[str, Any]) -> None:
     lines = memory.section(replace(job(**args), framework=framework), H100).lines
     assert any(line.startswith("too high: the estimate ignores that FSDP") for line in lines)
     assert not any("FSDP" in line for line in memory.section(job(), H100).lines)

@@ -74,7 +74,7 @@ def test_a_hybrid_pattern_has_stages() -> None:
         ({"pipeline_model_parallel_layout": [["decoder"], ["decodr"]]}, r"has a stage \['decodr'\]"),
     ],
 )
-def test_what_fills_no_stages_is_an_error(args: dict[str, Any], match: str) -> None:
+def test_layers_that_do_not_fill_the_stages_are_an_error(args: dict[str, Any], match: str) -> None:
     with pytest.raises(LayoutError, match=match):
         stages_of(job(**args))
     shown = section(job(**args))
@@ -114,7 +114,7 @@ def names(given: dict[str, Any], **args: Any) -> list[str]:
     return [finding.name for finding in section(job(given, **args)).findings]
 
 
-def test_what_megatron_ignores_is_named() -> None:
+def test_flags_that_megatron_ignores_are_named() -> None:
     overlap = {"overlap_p2p_comm": True}
     assert names(overlap) == ["overlap-without-virtual-stages"]
     assert names(overlap, virtual_pipeline_model_parallel_size=2) == []

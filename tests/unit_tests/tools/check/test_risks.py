@@ -215,7 +215,7 @@ def test_rows_are_well_formed(fault: KnownFault) -> None:
 
 
 @pytest.mark.parametrize("fault", [one for one in FAULTS.values() if one.shown], ids=lambda one: one.name)
-def test_what_shows_a_fault_is_there(fault: KnownFault) -> None:
+def test_the_test_named_by_a_known_fault_exists(fault: KnownFault) -> None:
     """``shown`` names a test that exists, or a row of a recorded table that has the fault."""
     file, test, function = fault.shown.partition("::")
     if test:
@@ -282,7 +282,7 @@ def test_verl_keeps_outputs_and_sends_them_one_by_one() -> None:
     assert "outputs-freed-before-they-are-sent" not in met_by(a_job(given, "0.17.0", "verl"))
 
 
-def test_what_megatron_sets_by_itself_is_known() -> None:
+def test_values_that_megatron_sets_by_itself_are_known() -> None:
     values = values_of(a_job({**TWO, "overlap_p2p_comm": True}))
     assert values["batch_p2p_comm"] is False
     assert values["deallocate_pipeline_outputs"] is True

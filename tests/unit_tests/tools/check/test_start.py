@@ -359,7 +359,7 @@ def test_every_rule_is_broken_by_a_case() -> None:
     assert {name for name, *_ in BROKEN} == {rule.name for rule in RULES} - of_engine
 
 
-def test_all_is_found_at_once() -> None:
+def test_all_findings_are_reported_together() -> None:
     found = section(job(gpus=12, num_layers=9, global_batch_size=17, num_attention_heads=9)).findings
     assert [one.name for one in found] == [
         "gpus-of-the-layout", "layers-on-stages", "global-batch", "attention-heads", "width-of-heads",
@@ -377,7 +377,7 @@ def test_megatrons_refusal_gets_the_value_that_a_rule_knows() -> None:
     assert second == other
 
 
-def test_a_job_is_told_in_its_own_words() -> None:
+def test_findings_use_the_names_of_the_jobs_file() -> None:
     spelled = Job("verl", 16, {}, {**RIGHT, "num_layers": 9}, {"num_layers": "model.num_hidden_layers"})
     (found,) = section(spelled).findings
     assert found.change == "model.num_hidden_layers 8 or 12"

@@ -500,7 +500,7 @@ NOT_NAMED = {
 
 
 @pytest.mark.parametrize("broken", NAMED, ids=lambda one: one.name)
-def test_check_names_what_broke_it(broken: Broken, tmp_path: Path) -> None:
+def test_check_names_the_cause_of_a_public_thread(broken: Broken, tmp_path: Path) -> None:
     answer = check(broken.job(tmp_path), None)
     section = next(one for one in answer.sections if one.name == broken.section)
     found = [one for one in section.findings if one.name == broken.finding and broken.words in one.text]
@@ -509,7 +509,7 @@ def test_check_names_what_broke_it(broken: Broken, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", NAMED, ids=lambda one: one.name)
-def test_what_mends_it_ends_the_finding(broken: Broken, tmp_path: Path) -> None:
+def test_the_fix_of_a_thread_ends_its_finding(broken: Broken, tmp_path: Path) -> None:
     before, after = broken.mend
     assert before in broken.given
     answer = check(replace(broken, given=broken.given.replace(before, after)).job(tmp_path), None)

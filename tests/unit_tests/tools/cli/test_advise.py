@@ -330,7 +330,7 @@ def test_a_file_of_costs_that_holds_none_is_refused(command, tmp_path, content, 
     assert_refused(command(*SMALL, "--costs", path), 2, str(path), problem)
 
 
-def test_what_was_measured_of_stages_counts_with_its_transfers_and_the_memory_that_is_added(command, tmp_path):
+def test_advise_uses_measured_stages_transfers_and_added_memory(command, tmp_path):
     path = tmp_path / "measured.json"
     values = {"forward": [1, 1], "backward_input": [1, 1], "weight": [1, 1], "activation": [2, 2], "transfer": 0.5}
     path.write_text(json.dumps(values))
@@ -398,7 +398,7 @@ def test_the_costs_of_a_run(command, tmp_path):
     )
 
 
-def test_a_missing_package_is_said_before_the_search(command, monkeypatch):
+def test_a_missing_package_is_reported_before_the_search(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(advise, "search", lambda *_: pytest.fail("it searched first"))
     words = "megatron-pp advise: SVG and PNG pictures need matplotlib: pip install '.[viz]'"

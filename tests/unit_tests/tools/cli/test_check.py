@@ -30,7 +30,7 @@ from tests.unit_tests.tools.cli.conftest import assert_refused
         ("--gpus 8 no_such_module:recipe", "no_such_module:recipe cannot be called: ModuleNotFoundError"),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence(command, words, complaint):
+def test_an_unreadable_job_file_is_reported_in_one_sentence(command, words, complaint):
     assert_refused(command(f"check {words}"), 2, "megatron-pp check: ", complaint)
 
 

@@ -172,7 +172,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(what):
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 @pytest.mark.parametrize("what", ["plan", "draw", "simulate --json", "verify", "plan -o /dev/stdout --format json"])
-def test_a_full_disk_is_said_in_one_line(what):
+def test_a_full_disk_is_reported_in_one_line(what):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "megatron_pp", *what.split()], stdout=full, stderr=subprocess.PIPE, timeout=60
@@ -231,7 +231,7 @@ def test_plan_says_what_it_has_written(command, tmp_path, form):
     assert out == ""
 
 
-def test_ctrl_c_is_said_in_one_line(command, monkeypatch):
+def test_ctrl_c_is_reported_in_one_line(command, monkeypatch):
     def run(*_):
         raise KeyboardInterrupt
 

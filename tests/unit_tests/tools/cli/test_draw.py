@@ -100,7 +100,7 @@ def test_a_grid_can_be_written_to_a_file(command, tmp_path):
     assert written == shown
 
 
-def test_what_is_written_to_a_link_or_a_pipe_leaves_it_one(command, tmp_path):
+def test_writing_to_a_link_or_a_pipe_keeps_the_link_or_pipe(command, tmp_path):
     (tmp_path / "plan.csv").write_text("old")
     (tmp_path / "link.csv").symlink_to(tmp_path / "plan.csv")
     assert command("plan", "-o", tmp_path / "link.csv")[0] == 0

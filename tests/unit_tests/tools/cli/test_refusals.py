@@ -163,7 +163,7 @@ SHORT = {
 
 
 @pytest.mark.parametrize(("line", "words"), rows(REFUSED) + rows(NO_ADVICE))
-def test_what_cannot_be_done_is_said_in_one_line(command, files, line, words):
+def test_impossible_runs_are_reported_in_one_line(command, files, line, words):
     there = sorted(os.listdir())
     line = Template(line.replace("advise", f"advise {ADVISE}", 1) if line.startswith("advise") else line)
     assert_refused(command(*shlex.split(line.substitute(SHORT))), 2, *words.split(" & "))

@@ -81,7 +81,7 @@ def write_megatron(core: Path) -> None:
         (["-m", "package"], ["load_module", "package"]),
     ],
 )
-def test_it_sees_what_it_sees_under_python(of_python: list[str], of_ours: list[str]) -> None:
+def test_a_script_sees_the_same_environment_as_under_python(of_python: list[str], of_ours: list[str]) -> None:
     arguments = ["--help", "--", "-m", "a b"]
     ours = [sys.executable, "-c", AS_MAIN.format(of_ours[0]), *of_ours[1:], *arguments]
     outputs = [
@@ -151,7 +151,7 @@ def test_the_exit_code_is_the_scripts(command: Callable[..., tuple[int, str, str
 
 
 @pytest.mark.parametrize("error", ["ImportError('no apex')", "OSError(28, 'disk full')", "KeyboardInterrupt()"])
-def test_what_it_raises_is_raised(command: Callable[..., tuple[int, str, str]], error: str) -> None:
+def test_errors_of_the_script_are_raised_unchanged(command: Callable[..., tuple[int, str, str]], error: str) -> None:
     """Unlike errors of other commands, they are not turned into a line of error."""
     with pytest.raises(type(eval(error))):
         command("run", script(IMPORT_MEGATRON, f"raise {error}"))
@@ -172,7 +172,7 @@ def test_what_it_raises_is_raised(command: Callable[..., tuple[int, str, str]], 
         (["--settings", "words.toml"], "overlap_p2p_comm is yes; a switch of TOML is true or false"),
     ],
 )
-def test_a_wrong_setting_is_said_before_the_script_runs(
+def test_a_wrong_setting_is_reported_before_the_script_runs(
     command: Callable[..., tuple[int, str, str]], flags: list[str], words: str
 ) -> None:
     Path("words.toml").write_text("overlap_p2p_comm = yes\n")
@@ -199,7 +199,9 @@ def test_help_has_groups_and_choices(command: Callable[..., tuple[int, str, str]
         ),
     ],
 )
-def test_a_missing_script_is_said(command: Callable[..., tuple[int, str, str]], words: list[str], said: str) -> None:
+def test_run_reports_a_missing_script(
+    command: Callable[..., tuple[int, str, str]], words: list[str], said: str
+) -> None:
     assert_refused(command("run", *words), 2, f"megatron-pp run: {said}")
 
 

@@ -309,5 +309,5 @@ def test_options_overrule_a_job_of_megatrons(command):
         (("--megatron-args", "--num-layers many"), "--num-layers"),
     ],
 )
-def test_what_does_not_go_with_a_job_of_megatrons_is_refused(command, options, words):
+def test_options_that_exclude_a_megatron_job_are_refused(command, options, words):
     assert_refused(command("simulate", *options), 2, words)

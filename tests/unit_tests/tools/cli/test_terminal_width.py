@@ -228,7 +228,7 @@ def test_help_keeps_lines_that_are_indented() -> None:
     assert HelpFormatter("prog")._fill_text(text, 20, "").split("\n")[2:4] == ["  command --flag 3", "      # a remark"]
 
 
-def test_what_other_libraries_warn_of_is_not_shown(
+def test_warnings_of_other_libraries_are_not_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def warns(*_: object) -> object:

@@ -208,7 +208,7 @@ def test_the_colours_are_on_the_canvas(browser, screenshots, tmp_path, scheme):
         assert (np.abs(pixels - np.array(colour) / 255).max(axis=-1) < 0.02).sum() > 300
 
 
-def test_a_stand_in_order_says_so(browser, tmp_path):
+def test_the_page_names_a_substitute_order(browser, tmp_path):
     opened(browser, tmp_path, compared("dualpipe_v", p=4, m=7))
     assert "ZB-V's order" in browser.find_element("class name", "note").text
 

@@ -145,7 +145,7 @@ def test_a_picture_is_dark_where_its_reader_prefers_that():
 
 
 @pytest.mark.slow
-def test_a_stand_in_order_says_so():
+def test_the_picture_names_a_substitute_order():
     notes = [
         any("ZB-V's order" in text for text, *_ in texts(draw.svg(compared("dualpipe_v", p=4, m=m)))) for m in (7, 8)
     ]

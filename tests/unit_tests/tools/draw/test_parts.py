@@ -23,7 +23,7 @@ def test_thin_blocks_add_up_to_what_they_were():
         assert drawn == pytest.approx(lane.busy * scale)
 
 
-def test_of_several_values_at_one_time_the_highest_and_the_last_are_drawn():
+def test_of_several_values_at_the_same_time_the_highest_and_the_last_are_drawn():
     assert _steps([1, 1, 1, 2, 2, 2, 3], [5, 9, 4, 4, 6, 7, 7], 0.0) == [(0, 0), (1, 9), (1, 4), (2, 7)]
 
 

@@ -70,7 +70,7 @@ def test_schedules_in_one_drawing_have_one_scale():
     assert (len(one), len(other)) == (7 + 2 * 21, 7 + 2 * 15)
 
 
-def test_a_stand_in_order_says_so():
+def test_the_text_names_a_substitute_order():
     """DualPipeV needs M >= 2 P. With fewer microbatches the order of ZB-V is drawn, with a note."""
     assert "ZB-V's order" in plain(render_text([timeline_of("dualpipe_v", 4, 4)], 200))
     assert "ZB-V's order" not in plain(render_text([timeline_of("dualpipe_v", 4, 8)], 200))

@@ -103,7 +103,7 @@ def test_nothing_grows_and_the_parts_stay():
     assert once == got.flags, "a second time changes nothing"
 
 
-def test_changes_are_said():
+def test_changed_sizes_are_listed():
     flags = layout(f"{TP2} --bf16 --load /x")
     changed, words = for_parity(flags, 2, True, False)
     assert "--num-layers: 32 -> 2" in words
@@ -122,7 +122,7 @@ def test_changes_are_said():
         ("--recompute-modules moe_act --recompute-granularity selective", "--seq-length", "--recompute-granularity"),
     ],
 )
-def test_what_the_cpu_computes_otherwise(text, there, gone):
+def test_flags_that_the_cpu_cannot_run_are_replaced(text, there, gone):
     changed, _ = for_parity(layout(text), 2, True, False)
     assert there in changed.flags
     assert gone not in changed.flags

@@ -67,7 +67,7 @@ def test_two_layouts_are_compared():
     assert_equal(compare(model, microbatches(), Pipeline(2), Pipeline(2, 2, pipeline_schedule="interleaved_1f1b")))
 
 
-def test_what_cannot_run_is_an_error():
+def test_a_model_that_cannot_run_raises_an_error():
     with pytest.raises(ScheduleInputError, match="4 layers cannot be divided into 8 stages"):
         compare(model, microbatches(), Pipeline(4, 2))
     with pytest.raises(RunError, match=r"(?s)rank \d failed:.*no_such_schedule"):

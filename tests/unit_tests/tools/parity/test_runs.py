@@ -37,7 +37,7 @@ def runs_for(tmp_path, checkpoint: str, *flags: str) -> tuple[Listed, list[tuple
 @pytest.mark.parametrize(
     ("checkpoint", "processes", "writer"), [("restore", [1, 2], 0), ("save", [1, 2, 1], 1), ("resume", [1, 2, 2], 1)]
 )
-def test_who_saves_and_who_restores(tmp_path, checkpoint, processes, writer):
+def test_one_run_saves_a_checkpoint_and_another_restores_it(tmp_path, checkpoint, processes, writer):
     runs, made, alone = runs_for(tmp_path, checkpoint)
     assert [world for world, _ in made] == processes
     assert made[-1][1] == runs._file(list(runs.done)[writer])

@@ -248,7 +248,7 @@ def test_a_functional_test_of_megatrons(tmp_path: Path) -> None:
         ("args.yaml", "MODEL_ARGS: 3\n", "MODEL_ARGS has no flags; a flag looks like --num-layers: 32"),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, text: str, words: str) -> None:
+def test_an_unreadable_file_is_reported_in_one_sentence(tmp_path: Path, name: str, text: str, words: str) -> None:
     with pytest.raises(UnreadableError, match=words):
         read(tmp_path, name, text)
 

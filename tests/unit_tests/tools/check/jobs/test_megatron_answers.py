@@ -45,6 +45,6 @@ def test_a_value_that_megatron_takes_out_of_its_list_is_no_change() -> None:
     assert [one.text for one in megatron_flags._changes(changed)] == ["Megatron changes lr 1.0 to 2.0"]
 
 
-def test_what_is_assumed_is_said_one_by_one() -> None:
+def test_each_assumption_is_listed() -> None:
     found = megatron_flags._assumed(answer(assumed=["flashinfer", "CUDA_DEVICE_MAX_CONNECTIONS"]))
     assert [one.text.split()[0] for one in found] == ["FlashInfer", "CUDA_DEVICE_MAX_CONNECTIONS"]

@@ -84,7 +84,7 @@ def test_two_schedules_compute_the_same_bits_on_each_rank():
     assert not same_bits(ranks, [rank_of(0, 2, "TP"), other])
 
 
-def test_the_first_difference_is_the_first_in_time_and_its_ratio_is_told():
+def test_the_first_difference_is_the_earliest_and_has_its_ratio():
     found = compared(rank_of(0, 2, "TP"), rank_of(1, 2, "TP", gradient=2 * values(GRAD), parameter=values(AFTER) + 1))
     assert found.verdict == DIFFERENT
     assert (found.first.key, found.first.rank) == (GRAD, 1)
@@ -92,7 +92,7 @@ def test_the_first_difference_is_the_first_in_time_and_its_ratio_is_told():
     assert found.wrong()[1].ratio is None
 
 
-def test_stages_are_told_in_model_order():
+def test_stages_are_reported_in_model_order():
     record = rank_of(1, 2, "PP", gradient=2 * values(GRAD))
     record.stage[GRAD.name] = 1
     found = compared(rank_of(0, 2, "PP"), record)
@@ -100,7 +100,7 @@ def test_stages_are_told_in_model_order():
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.005, ROUNDING), (1.1, DIFFERENT)])
-def test_what_is_right_in_float64_is_a_fault_where_float32_is_far_off(factor, verdict):
+def test_a_large_float32_difference_is_a_fault_although_float64_is_equal(factor, verdict):
     record = rank_of(0, 1, "TP", gradient=factor * values(GRAD))
     assert compare_records([record], alone(np.float32), alone(np.float64), FAR_OFF).verdict == verdict
 
@@ -133,7 +133,7 @@ def test_sums_over_the_tokens_of_context_parallel_ranks():
         assert compared(*halves).verdict in (EQUAL, ROUNDING)
 
 
-def test_what_no_rank_has_is_missing():
+def test_values_that_no_rank_has_are_missing():
     record = rank_of(0, 1, "TP")
     del record.values[LOSS_KEY]
     assert compared(record).missing == ["no rank has the loss of loss, microbatch 0"]
@@ -236,7 +236,7 @@ def test_a_parameter_that_is_restored_wrongly_comes_first():
 
 
 @pytest.mark.parametrize(("differing", "whose"), [(("ours",), "ours"), (("ours", "megatron"), "model"), ((), None)])
-def test_whose_it_is(differing, whose):
+def test_an_answer_says_which_engine_differs(differing, whose):
     right = compared(rank_of(0, 1, "TP"))
     both = {engine: WRONG if engine in differing else right for engine in ("megatron", "ours")}
     assert Answer([], LAYOUT, [], both).whose == whose
@@ -345,7 +345,7 @@ def test_reports_are_not_missing_where_replicas_have_parts_of_them():
         ("TP", "parameter", "parameter of layers.0.weight, step 0"),
     ],
 )
-def test_which_sum_has_another_order_is_said(dim, kind, words):
+def test_the_answer_says_which_sum_has_another_order(dim, kind, words):
     flag = {"TP": "--tensor-model-parallel-size", "PP": "--pipeline-model-parallel-size"}.get(dim)
     layout = Layout(Flags.read([flag, "2"] if flag else []), 2, uneven_masks=False)
     nearly = {one.kind: values(one) * (1 + 1e-7) for one in TRUTH if one.kind == kind}
@@ -356,7 +356,7 @@ def test_which_sum_has_another_order_is_said(dim, kind, words):
     assert any("first sum in another order: " + words in line for line in said.lines())
 
 
-def test_what_is_not_made_is_not_equal():
+def test_a_setting_that_is_not_exercised_is_not_reported_as_equal():
     right = compared(rank_of(0, 1, "TP"))
     said = Answer(["x"], LAYOUT, [], {"megatron": right}, not_exercised={"--sft": "no packs", "dropout": "it is off"})
     assert said.verdict == said.to_json()["verdict"] == NOT_EXERCISED
@@ -379,7 +379,7 @@ def test_files_have_no_control_characters():
     assert (error.get("errors"), error.find("testcase/error").text) == ("1", "rank 0 failed:\n  \\x07")
 
 
-def test_a_ratio_of_nearly_one_is_told_by_what_it_is_more():
+def test_a_ratio_near_one_is_reported_as_its_excess():
     assert ratio_in_words(1 + 2e-5, LAYOUT) == "x (1 + 2e-05)"
     assert ratio_in_words(1 - 3e-9, LAYOUT) == "x (1 - 3e-09)"
     assert ratio_in_words(4.0, LAYOUT) == "x 4 = size of TP"

@@ -75,7 +75,7 @@ def test_an_error_is_never_an_answer(error, kind, words, capfd):
         (False, lambda: time.sleep(600), f"{WHAT} did not end within 1 s"),
     ],
 )
-def test_a_process_that_ends_or_hangs_is_told(prepared, end, words):
+def test_a_worker_that_ends_or_hangs_is_reported(prepared, end, words):
     def work(place: Workplace) -> None:
         if prepared:
             place.prepared()
@@ -104,7 +104,7 @@ def test_a_process_that_the_script_forks_is_not_the_one_that_answers():
     assert work_apart(work, 30.0, WHAT) == 7
 
 
-def test_what_prints_below_python_does_not_print_into_the_answer(capfd):
+def test_output_below_python_does_not_enter_the_answer(capfd):
     work_apart(lambda place: os.system("echo printed"), 30.0, WHAT)
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "printed\n")

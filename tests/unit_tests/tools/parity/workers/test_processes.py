@@ -73,7 +73,7 @@ def test_unequal_tensors_are_gathered_and_scattered(tmp_path: Path):
     assert [scattered for _, scattered in found] == [[111.0] * 2 * size for size in (1, 3, 2)]
 
 
-def test_the_error_of_a_rank_is_told_and_the_others_end(tmp_path: Path):
+def test_the_error_of_a_rank_is_reported_and_other_ranks_end(tmp_path: Path):
     def body(rank: int) -> None:
         if rank == 1:
             raise ValueError("no such layer")
@@ -83,7 +83,7 @@ def test_the_error_of_a_rank_is_told_and_the_others_end(tmp_path: Path):
         run_ranks(body, 2, tmp_path, 60.0)
 
 
-def test_a_rank_that_does_not_end_is_told(tmp_path: Path):
+def test_a_rank_that_does_not_end_is_reported(tmp_path: Path):
     with pytest.raises(RunError, match=r"ranks \[0\] did not end within 1 s"):
         run_ranks(lambda rank: time.sleep(600), 1, tmp_path, 1.0)
 
@@ -97,7 +97,7 @@ def test_a_rank_that_does_not_end_is_told(tmp_path: Path):
         (lambda: sys.exit(0), "rank 0 ended with exit code 0"),
     ],
 )
-def test_a_rank_that_ends_without_a_result_is_told(tmp_path: Path, end, words):
+def test_a_rank_that_ends_without_a_result_is_reported(tmp_path: Path, end, words):
     with pytest.raises(RunError, match=words):
         run_ranks(lambda rank: end(), 1, tmp_path, 60.0)
 
@@ -122,7 +122,7 @@ def test_a_forked_process_that_comes_back_is_not_the_rank(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_what_a_rank_has_started_ends_with_it(tmp_path: Path):
+def test_processes_started_by_a_rank_end_with_the_rank(tmp_path: Path):
     def body(rank: int) -> None:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         (tmp_path / "child").write_text(str(child.pid))
