@@ -41,6 +41,7 @@ class ModelShape:
     sequence_parallel  whether the parts outside tensor parallelism are split too
     recompute          none, selective or full
     element_bytes      of an activation and of a parameter: 2 for bf16
+    gradient_bytes     of a gradient: 4 for fp32
     """
 
     num_layers: int
@@ -56,10 +57,11 @@ class ModelShape:
     sequence_parallel: bool = False
     recompute: str = SELECTIVE
     element_bytes: int = 2
+    gradient_bytes: int = 4
     splits_optimizer: bool = False
 
     def __post_init__(self) -> None:
-        sizes = ("num_layers", "hidden_size", "seq_length", "micro_batch_size", "element_bytes")
+        sizes = ("num_layers", "hidden_size", "seq_length", "micro_batch_size", "element_bytes", "gradient_bytes")
         ranks = ("tensor_parallel", "context_parallel", "data_parallel")
         for name in (*sizes, "num_attention_heads", "vocab_size", *ranks):
             least = 0 if name in ("num_attention_heads", "vocab_size") else 1
@@ -121,8 +123,8 @@ class ModelShape:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Parameter, fp32 gradient, and fp32 copy with two moments, which a distributed optimizer splits."""
-        return self.element_bytes + 4 + 12 / self.optimizer_ranks
+        """Parameter, gradient, and fp32 copy with two moments, which a distributed optimizer splits."""
+        return self.element_bytes + self.gradient_bytes + 12 / self.optimizer_ranks
 
     @property
     def optimizer_ranks(self) -> int:

@@ -82,6 +82,7 @@ def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transform
         sequence_parallel="sequence_parallel" in args,
         recompute=_recompute(args),
         element_bytes=2 if {"bf16", "fp16"} & set(args) else 4,
+        gradient_bytes=2 if {"bf16", "grad_reduce_in_bf16"} <= set(args) else 4,
     )
     mixers = _mixers(args, main)
     experts = whole(args, "num_experts", 0)

@@ -133,7 +133,7 @@ class _Costs:
         shape = self.model.shape
         split = self.model.expert_parallel * self.model.expert_tensor
         replicas = max(1.0, shape.optimizer_ranks * shape.tensor_parallel / split) if shape.optimizer_ranks > 1 else 1.0
-        return shape.element_bytes + 4 + 12 / replicas
+        return shape.element_bytes + shape.gradient_bytes + 12 / replicas
 
     def _products(self, part: Part, of_each: int) -> float:
         """The time of a part's matrix products. ``of_each`` is the bytes of memory traffic per parameter."""

@@ -77,13 +77,13 @@ def section(job: Job, gpu: Gpu | None) -> Section:
 def memory_of(job: Job, gpu: Gpu, found: Priced) -> list[RankMemory]:
     """The memory of each rank.
 
-    A rank's static memory has weights, their fp32 gradients and the optimizer's states. The part that would remain with
+    A rank's static memory has weights, their gradients and the optimizer's states. The part that would remain with
     very many replicas of a distributed optimizer is weights and gradients; the rest is the optimizer's.
     """
     shape = found.transformer.shape
     shared = replace(found.transformer, shape=replace(shape, data_parallel=_REPLICAS)).model(gpu)
     kept = [sum(one.static for one in layers) for layers in layers_of(shared, stages_of(job))]
-    weights = shape.element_bytes / (shape.element_bytes + 4)
+    weights = shape.element_bytes / (shape.element_bytes + shape.gradient_bytes)
     ranks = []
     for rank, row in enumerate(found.plan.placement.stages):
         own = sum(kept[stage] for stage in row)
@@ -114,9 +114,9 @@ def _set_by(job: Job) -> Iterator[str]:
     weights = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
     weights += ["expert_model_parallel_size"] if job.get("num_experts") else []
     kept = ("recompute_granularity", "micro_batch_size", "context_parallel_size", "sequence_parallel")
-    yield f"parameters and gradients: {', '.join(map(job.spell, weights))}; optimizer: also " + job.spell(
-        "use_distributed_optimizer"
-    )
+    reduced = f"; gradients in bf16: {job.spell('grad_reduce_in_bf16')}" if job.get("grad_reduce_in_bf16") else ""
+    states = job.spell("use_distributed_optimizer")
+    yield f"parameters and gradients: {', '.join(map(job.spell, weights))}{reduced}; optimizer: also {states}"
     yield f"activations: {', '.join(map(job.spell, kept))}"
 
 

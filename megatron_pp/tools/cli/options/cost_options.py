@@ -35,7 +35,7 @@ COSTS = (
     "gloo",
     "link",
 )
-_NO_OPTIONS = ("element_bytes", "splits_optimizer")
+_NO_OPTIONS = ("element_bytes", "gradient_bytes", "splits_optimizer")
 MODEL = tuple(field.name for field in dataclasses.fields(ModelShape) if field.name not in _NO_OPTIONS)
 _NEEDED = ("num_layers", "hidden_size", "seq_length")
 RUN = ("run_name", "rank", "step")

@@ -59,6 +59,28 @@ def test_parameters_are_those_of_the_model() -> None:
     assert [one["total"] for one in found.data["ranks"]] == [pytest.approx(one.total) for one in ranks]
 
 
+def test_gradients_in_bf16_take_two_bytes() -> None:
+    """`--grad-reduce-in-bf16` makes Megatron's buffers of gradients bf16. Without bf16 it changes nothing."""
+    whole, half = (job(grad_reduce_in_bf16=given) for given in (False, True))
+    ranks, shorter = (memory.memory_of(one, H100, priced(one, H100)) for one in (whole, half))
+    for one, less in zip(ranks, shorter, strict=True):
+        assert less.gradients == pytest.approx(one.gradients / 2)
+        assert less.total == pytest.approx(one.total - one.gradients / 2)
+        assert less.parameters == pytest.approx(one.parameters)
+    assert any("gradients in bf16: --grad-reduce-in-bf16" in line for line in memory.section(half, H100).lines)
+    fp32 = {"bf16": False, "num_experts": 4, "expert_model_parallel_size": 2}
+    assert memory.section(job(**fp32, grad_reduce_in_bf16=True), H100).data == memory.section(job(**fp32), H100).data
+
+
+def test_experts_gradients_in_bf16_take_two_bytes() -> None:
+    experts = {"num_experts": 4, "expert_model_parallel_size": 2}
+    ranks, shorter = (
+        memory.memory_of(one, H100, priced(one, H100))
+        for one in (job(**experts), job(**experts, grad_reduce_in_bf16=True))
+    )
+    assert [less.gradients for less in shorter] == [pytest.approx(one.gradients / 2) for one in ranks]
+
+
 def test_without_a_distributed_optimizer_every_replica_has_all_states() -> None:
     whole = memory.memory_of(
         job(use_distributed_optimizer=False), H100, priced(job(use_distributed_optimizer=False), H100)
