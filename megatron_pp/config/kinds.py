@@ -99,6 +99,8 @@ METRICS = Kind(partial(_convert, "metrics"), _read_number)
 MICROBATCH_COSTS = Kind(partial(_convert, "microbatch_costs"), only_keyword=True)
 
 IN_ENVIRONMENT = {
+    "p2p_timeout": SECONDS,
+    "compute_timeout": SECONDS,
     "p2p_debug": SWITCH,
     "trace_dir": TEXT,
     "trace_steps": STEPS,

@@ -221,15 +221,15 @@ class ModelParallelConfig:
     max_pending_sends: int = read_by_steps(
         "unfinished sends that a rank may have before it waits for one of them", kinds.COUNT
     )
-    p2p_timeout: float | None = read_by_steps(
+    p2p_timeout: float | None = setting_from_env(
+        "p2p_timeout",
         "seconds after which a transfer without an answer is an error; None: 480, or 0.8 of the process group's "
         "timeout if that is shorter",
-        kinds.SECONDS,
     )
-    compute_timeout: float | None = read_by_steps(
+    compute_timeout: float | None = setting_from_env(
+        "compute_timeout",
         "seconds that one operation of a rank may take while the rank sends heartbeats; None: ten times p2p_timeout, "
         "or 0.95 of the process group's timeout if that is shorter",
-        kinds.SECONDS,
     )
     step_number: int | Callable[[], int] | None = read_by_steps(
         "the program's number of this step, or a function that returns it; ranks in different steps raise an error",

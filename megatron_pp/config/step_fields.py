@@ -106,7 +106,7 @@ class StepFields(NamedTuple):
 
 
 DEFAULTS: dict[str, Any] = StepFields._field_defaults
-IN_ENVIRONMENT = ("p2p_debug", "trace_dir", "trace_steps", "measure", "measure_out")
+IN_ENVIRONMENT = ("p2p_timeout", "compute_timeout", "p2p_debug", "trace_dir", "trace_steps", "measure", "measure_out")
 """Fields whose default may be in an environment variable."""
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     name: kind.__metadata__[0] for name, kind in StepFields.__annotations__.items() if hasattr(kind, "__metadata__")

@@ -195,11 +195,13 @@ def test_microbatch_counts_follow_the_schedule():
 def test_environment_sets_defaults_which_arguments_override(monkeypatch):
     monkeypatch.setenv("MEGATRON_PP_P2P_DEBUG", "on")
     monkeypatch.setenv("MEGATRON_PP_TRACE_DIR", "traces")
-    config = ModelParallelConfig()
-    assert (config.p2p_debug, config.trace_dir) == (True, "traces")
-    settings = StepSettings.from_config(SimpleNamespace())
-    assert (settings.p2p_debug, settings.trace_dir) == (True, "traces")
-    assert ModelParallelConfig(p2p_debug=False).p2p_debug is False
+    monkeypatch.setenv("MEGATRON_PP_P2P_TIMEOUT", "60")
+    monkeypatch.setenv("MEGATRON_PP_COMPUTE_TIMEOUT", "90.5")
+    for config in (ModelParallelConfig(), StepSettings.from_config(SimpleNamespace())):
+        assert (config.p2p_debug, config.trace_dir) == (True, "traces")
+        assert (config.p2p_timeout, config.compute_timeout) == (60, 90.5)
+    own = ModelParallelConfig(p2p_debug=False, p2p_timeout=30)
+    assert (own.p2p_debug, own.p2p_timeout) == (False, 30)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +209,7 @@ def test_environment_sets_defaults_which_arguments_override(monkeypatch):
     [
         ("MEGATRON_PP_P2P_DEBUG", "perhaps", "'perhaps' is not a switch"),
         ("MEGATRON_PP_MEASURE", "many", "measure is 'many'; it must be a whole number of at least 0"),
+        ("MEGATRON_PP_P2P_TIMEOUT", "1 min", "p2p_timeout is '1 min'; it must be a number of seconds above 0"),
         ("MEGATRON_PP_TRACE_STEPS", "3-1", "trace_steps is '3-1'; it must list steps"),
     ],
 )
