@@ -28,7 +28,7 @@ def test_varying_shapes_on_two_ranks_crash_megatrons_schedule(tmp_path: Path) ->
 
 
 def test_a_recomputed_mlp_with_a_bias_recomputes_itself_without_end() -> None:
-    """It does so without tensor parallelism too. The check ends it at a depth that no layer needs."""
+    """The recursion happens without tensor parallelism too. The check ends it at a depth that no layer needs."""
     again = ("recompute_granularity", "selective"), ("recompute_modules", ("mlp",))
     models = [Model(layers=2, extra_config=(("add_bias_linear", bias), *again)) for bias in (True, False)]
     check = "tests.functional_tests.megatron_layer_checks:depth_of_recomputation"

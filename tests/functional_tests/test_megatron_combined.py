@@ -55,7 +55,7 @@ def test_combined_1f1b_equals_one_process_within_rounding(facts: tuple[str, list
 
 
 def test_gradients_are_sent_before_the_last_weight_gradients(facts: tuple[str, list[dict[str, Any]]]) -> None:
-    """They are those of the first layer's attention, which Megatron's schedule plans put after the send."""
+    """Megatron's schedule plans compute the weight gradients of the first layer's attention after the send."""
     name, ranks = facts
     if name == "virtual stages":
         sending = [rank["delay_wgrad_compute"]["weight gradients to come at sends"] for rank in ranks]

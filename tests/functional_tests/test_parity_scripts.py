@@ -251,7 +251,7 @@ OF_GPT = {
 
 
 def test_a_hybrid_model_whose_layers_need_a_gpu(tmp_path: Path) -> None:
-    """Its specification has layers of Transformer Engine, and Mamba's kernels need Triton. Here Megatron-core is
+    """The specification has layers of Transformer Engine, and Mamba's kernels need Triton. Here Megatron-core is
     imported with the script, which needs stand-ins for both."""
     megatron = importlib.util.find_spec("megatron")
     folders = (megatron and megatron.submodule_search_locations) or ()

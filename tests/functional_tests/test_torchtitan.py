@@ -106,7 +106,7 @@ def _compared(rank: int, size: int) -> dict[str, float]:
 
 
 def test_losses_and_gradients_are_those_of_torchs_classes() -> None:
-    """They have equal bits, except under LoopedBFS, whose backwards torch runs from the last microbatch on."""
+    """All bits are equal, except under LoopedBFS, whose backwards torch runs from the last microbatch on."""
     for found in run_processes(_compared, 2, timeout=900, environment={"LOCAL_RANK": "0"}):
         assert found.pop("LoopedBFS") < 1e-6
         assert found == dict.fromkeys(found, 0.0)

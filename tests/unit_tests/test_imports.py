@@ -35,7 +35,7 @@ IN_CIRCLES = {
 
 
 def layers() -> list[set[str]]:
-    """Of the contract on the whole package."""
+    """The layers of the contract on the whole package."""
     text = (PROJECT_ROOT / "pyproject.toml").read_text(encoding="utf-8")
     contract = tomllib.loads(text)["tool"]["importlinter"]["contracts"][0]
     return [{name.strip() for name in layer.split("|")} for layer in contract["layers"]]

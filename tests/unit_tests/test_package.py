@@ -99,7 +99,7 @@ def test_the_public_names_exist():
 
 @pytest.mark.slow
 def test_every_module_at_the_top_is_an_attribute():
-    """Also in a program that has imported nothing but the package."""
+    """The same holds in a program that has imported nothing but the package."""
     names = [module.name for module in pkgutil.iter_modules(megatron_pp.__path__) if module.name != "__main__"]
     assert {"parallel_state", "schedules", "p2p_communication", "plan", "testing"} <= set(names)
     program = f"import megatron_pp; print(*(getattr(megatron_pp, name).__name__ for name in {names}))"

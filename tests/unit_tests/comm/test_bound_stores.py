@@ -52,7 +52,7 @@ def test_a_store_listens_on_its_address(bound: None, host: str) -> None:
 
 
 def test_stores_with_the_same_port_share_their_keys(bound: None) -> None:
-    """As torch's ``env://`` makes them."""
+    """torch's ``env://`` makes such stores."""
     store = make("127.0.0.1", multi_tenant=True)
     again = make("127.0.0.1", store.port, multi_tenant=True)
     store.set("key", "value")

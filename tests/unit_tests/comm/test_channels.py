@@ -173,7 +173,7 @@ def test_an_abort_ends_channels_made_before_it() -> None:
 
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of a pipeline group that was made without any."""
+    """The NCCL options of a pipeline group that was made without options."""
     if not hasattr(dist, "ProcessGroupNCCL"):  # a build of torch for CPUs
         monkeypatch.setattr(dist, "ProcessGroupNCCL", VirtualNCCL, raising=False)
     return dist.ProcessGroupNCCL.Options()

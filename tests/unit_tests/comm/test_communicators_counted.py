@@ -70,7 +70,7 @@ def _compare(used: Ends, placement: Placement, policy: str, channels: str, limit
 def test_a_step_makes_the_counted_communicators(
     name: str, chunks: int, size: int, policy: str, channels: str, used: Ends
 ) -> None:
-    """Also where evaluation, other numbers of microbatches and shapes that vary follow."""
+    """Evaluation, other numbers of microbatches and varying shapes follow, and make no more."""
     fields = {"pipeline_schedule": name, "p2p_channels": channels, **POLICIES[policy]}
     fields["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
 

@@ -31,7 +31,7 @@ class GivesBackWhenRecorded(events.EventPool):
         return event
 
     def give_back(self, event: Any) -> None:
-        """It is free already."""
+        """Do nothing: the event is free already."""
 
 
 def offloaded() -> StreamReport:

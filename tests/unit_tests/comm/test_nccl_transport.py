@@ -107,7 +107,7 @@ def test_a_communicator_made_during_an_abort_is_aborted(batched: bool, monkeypat
 
 
 def test_channels_follow_the_timeout_of_the_pipeline_group() -> None:
-    """As Megatron's ``update_pg_timeout`` sets it, after the first steps."""
+    """Megatron's ``update_pg_timeout`` changes it after the first steps."""
     later = timedelta(minutes=3)
 
     def look(communicator: P2PCommunicator) -> set[timedelta]:

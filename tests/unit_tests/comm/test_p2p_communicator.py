@@ -48,7 +48,7 @@ def backward_up_the_pipeline(c: P2PCommunicator, rank: int, size: int) -> Any:
 
 
 def lists_both_ways(c: P2PCommunicator, rank: int, size: int) -> Any:
-    """Of two, and of one, which stays a list."""
+    """Exchange a list of two tensors, and a list of one, which stays a list."""
     found, wanted = [], []
     for shapes in ([(3, 2, 4), (5, 2, 4)], [SHAPE]):
         found.append(c.recv_forward(shapes, rank == 0))

@@ -35,7 +35,7 @@ def test_a_value_is_removed_with_its_key_and_never_found_under_another() -> None
 
 
 class AnotherThread(dict[int, Any]):
-    """Whose entries another thread removes right after a look at them."""
+    """A dict whose entries another thread removes right after they are looked up."""
 
     def get(self, number: int, default: Any = None) -> Any:
         return super().pop(number, default)
@@ -73,7 +73,7 @@ def test_the_death_of_a_model_that_was_trained_runs_no_code_of_tables() -> None:
 
 
 def test_the_package_uses_no_weak_container_whose_cleanup_runs_python_code() -> None:
-    """But for the virtual devices, which are for tests."""
+    """The virtual devices are left out, because they are for tests."""
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in PACKAGE.rglob("*.py")

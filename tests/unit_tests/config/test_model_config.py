@@ -160,7 +160,7 @@ SWITCHES = [field for field in dataclasses.fields(TransformerConfig) if field.ty
 
 @pytest.mark.parametrize("field", SWITCHES, ids=lambda field: field.name)
 def test_a_switch_is_on_or_off(field):
-    """Of a text, ``"false"`` too would be on; a half, or no number, is on in some places and off in others."""
+    """As a truth value the text ``"false"`` would be on; 0.5 or NaN would be on in some places and off in others."""
     others = [None] if isinstance(field.default, bool) else []
     for value in ("false", "True", "", 2, 0.5, float("nan"), [], *others):
         with pytest.raises(ConfigError, match=f"^{field.name} is {re.escape(repr(value))}; it must be True or False$"):

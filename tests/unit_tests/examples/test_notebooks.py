@@ -31,7 +31,7 @@ END = "\nprint([picture.tag for picture in shown])\n"
 
 @pytest.fixture
 def cells() -> list[dict[str, Any]]:
-    """Those with code, of the only one that there is."""
+    """The code cells of the only notebook."""
     (notebook,) = NOTEBOOKS.glob("*.ipynb")
     return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
 

@@ -213,7 +213,7 @@ def test_bad_input_is_reported_before_any_communication(
 
 
 def test_auto_leaves_apex_alone_without_its_compiled_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its Python imports all the same, and fails at the first call."""
+    """apex's Python modules import without the compiled parts, and fail at the first call."""
     monkeypatch.syspath_prepend(write_apex(tmp_path))
     gpu = torch.device("cuda")
     parts, fused_adam, _ = choose_libraries(Settings(), gpu, split=False)

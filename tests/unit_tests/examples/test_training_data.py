@@ -14,7 +14,10 @@ from examples.gpt.errors import DataError
 
 
 def order_of(length: int, *sizes: int, seed: int = 0, name: str = "training") -> SampleOrder:
-    """Of a text that counts; ``sizes``: samples in a microbatch, microbatches, replicas, tokens in a sample."""
+    """The order of samples from a text that counts upwards.
+
+    ``sizes``: samples in a microbatch, microbatches, replicas, tokens in a sample.
+    """
     return SampleOrder((torch.arange(length) % 251).to(torch.uint8), *sizes, seed=seed, name=name)
 
 

@@ -83,7 +83,7 @@ def test_a_folder_whose_files_are_links_is_refused(tmp_path: Path, name: str, ki
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the system's own means")
 def test_a_process_whose_launcher_ended_before_it_registered_ends_too() -> None:
-    """That one whose launcher lives goes on, test_train_script.py shows."""
+    """test_train_script.py shows that a process whose launcher lives goes on."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "MEGATRON_PP_LAUNCHER": str(gone.pid)}

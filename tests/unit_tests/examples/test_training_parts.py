@@ -82,7 +82,7 @@ def test_adamw_decays_matrices_only() -> None:
 
 
 def test_adamw_equals_torchs_and_imports_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, over steps of several learning rates. Importing the compiler takes a second of each rank's start."""
+    """Equal to the bit, over steps of several learning rates. Importing the compiler would take a second per rank."""
     settings = Settings(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6, weight_decay=0.3)
     torch.manual_seed(0)
     ours = torch.nn.Linear(4, 3)
@@ -216,7 +216,7 @@ class _Terminal(io.StringIO):
 
 
 def test_a_terminal_has_a_bar_with_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last lines are whole, and the bar is gone when the run is over."""
+    """The last printed lines are whole, and the bar is gone when the run is over."""
     pytest.importorskip("tqdm")
     monkeypatch.setattr("sys.stdout", said := _Terminal())
     monkeypatch.setenv("COLUMNS", "100")

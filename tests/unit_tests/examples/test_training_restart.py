@@ -79,7 +79,7 @@ def test_run_folders_are_in_the_project_whatever_the_current_folder(
 
 @pytest.mark.parametrize("inside", [".", "checkpoints", "checkpoints/step-00000003"])
 def test_a_resumed_run_remembers_its_flags(tmp_path: Path, inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files, too, wherever it is continued."""
+    """The run also finds the files that its flags name, whatever the current folder."""
     monkeypatch.chdir(tmp_path)
     flags = ["--num-layers", "8", "--overlap-p2p-comm", "--learning-rate", "1e-3", "--run-dir", "x"]
     started = parse([*flags, "--data", "a", "/b"])

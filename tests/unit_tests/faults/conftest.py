@@ -39,5 +39,5 @@ def guard_of() -> Iterator[Callable[..., tuple[Any, Any]]]:
 
 @pytest.fixture
 def nccl_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those under which the guard has nothing to warn of."""
+    """Set the NCCL variables with which the guard logs no warning."""
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

@@ -259,7 +259,7 @@ def test_a_rank_with_a_new_plan_and_a_rank_with_an_old_plan_raise_a_mismatch() -
 
 
 def test_a_rank_that_alone_checks_its_transfers() -> None:
-    """Its descriptions would be taken for tensors."""
+    """Peers would take the descriptions that it sends for tensors."""
     raised = _run(lambda rank, step: 4, 1, fields_of=lambda rank: {"p2p_debug": rank == 1})
     for _, error in raised:
         assert isinstance(error, PipelineMismatchError), error

@@ -110,7 +110,7 @@ def test_a_step_that_raises_the_failure_does_not_log_it_too(caplog: pytest.LogCa
 
 @pytest.mark.slow
 def test_a_rank_that_has_ended_in_order_is_not_accused(gone: Process) -> None:
-    """Its process is gone before the next read shows that it was done."""
+    """The process is gone before the next read shows that the rank was done."""
     rank = First()
     rank.other_is(AFTER, this_process())
     time.sleep(1.5)
@@ -127,7 +127,7 @@ def test_a_rank_that_has_ended_in_order_is_not_accused(gone: Process) -> None:
 
 @pytest.mark.slow
 def test_code_after_a_step_may_take_any_time() -> None:
-    """Of ranks that show life."""
+    """The ranks send heartbeats."""
     rank = First(timeout=1.0)
     until = time.monotonic() + 3.0
     while time.monotonic() < until:
@@ -159,7 +159,7 @@ def test_the_watch_ends_with_the_guard_and_with_its_group(gone: Process) -> None
 
 
 def test_the_watch_ends_with_the_store() -> None:
-    """Its process may have ended in order, after training."""
+    """The store's process may have ended in order, after training."""
     rank = First()
 
     def publish(record: Any) -> None:
@@ -178,7 +178,7 @@ def test_the_watch_ends_with_the_store() -> None:
 
 @pytest.mark.slow
 def test_a_failure_found_between_steps_is_raised_when_the_communicator_is_requested(gone: Process) -> None:
-    """Its group is aborted by then."""
+    """The communicator's group is aborted by then."""
     rank, group, config = First(), ThreadGroup(0, 2), toy_config()
     transport = MemoryNetwork(2).transport(0)
     transport.guard = rank.guard
@@ -236,7 +236,7 @@ def test_a_program_that_ended_is_named_where_a_collective_fails_for_no_other_rea
 
 @pytest.mark.slow
 def test_a_rank_without_a_heartbeat_is_found_between_steps_too() -> None:
-    """As one that is stopped; how long the work takes does not count."""
+    """A stopped process is such a rank. How long its work takes does not count."""
     rank = First(timeout=2.0)
     rank.other_is(AFTER, this_process())
     assert rank.aborted.wait(SECONDS)

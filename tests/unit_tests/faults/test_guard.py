@@ -115,7 +115,7 @@ def test_a_clean_run_raises_nothing_and_leaves_no_thread() -> None:
 
 
 def test_a_communicator_that_is_dropped_leaves_no_thread() -> None:
-    """As where a program makes one for each step."""
+    """Some programs make a communicator for each step."""
     before = guards_threads()
     config, network = toy_config(), MemoryNetwork(2, store=dist.HashStore())
     communicator = P2PCommunicator(ThreadGroup(0, 2), config, network.transport(0))

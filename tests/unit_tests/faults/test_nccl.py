@@ -78,7 +78,7 @@ def test_a_warning_where_torch_would_end_the_process() -> None:
 
 
 class Limited(MemoryTransport):
-    """Of a process group with a timeout of a minute."""
+    """The backend of a process group with a timeout of a minute."""
 
     @property
     def limit(self) -> timedelta:

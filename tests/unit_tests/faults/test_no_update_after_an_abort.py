@@ -30,7 +30,7 @@ class Device(CompletedWork):
 
 @pytest.fixture
 def guard(guard_of: Any) -> Any:
-    """Of rank 0 of 2, which has run a step; ``guard.aborts``: when it aborted."""
+    """The guard of rank 0 of 2, which has run a step. ``guard.aborts``: the times of its aborts."""
     aborts: list[float] = []
     more = {"abort": lambda: aborts.append(time.monotonic()), "completed": Device()}
     guard, source = guard_of(0, dist.HashStore(), timeout=600.0, **more)

@@ -68,7 +68,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changed", [0, 1], ids="of rank {}".format)
 @pytest.mark.parametrize("field", CHANGES)
 def test_one_rank_may_change_private_fields_between_two_steps(field: str, changed: int) -> None:
-    """Its peers do not know of that, and compare nothing."""
+    """The peers do not know of the change, and compare nothing."""
 
     def train(rank: Rank) -> list[ToyResult]:
         model, results = rank.model(), list[ToyResult]()

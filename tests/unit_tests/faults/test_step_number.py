@@ -49,7 +49,7 @@ def test_a_call_too_many_is_named_with_both_numbers(odd_one: int) -> None:
 
 
 def test_ranks_that_begin_with_different_numbers() -> None:
-    """As from checkpoints of different steps."""
+    """This happens if ranks load checkpoints of different steps."""
     for outcome in run_programs([training(2, first=100), training(2, first=101), training(2, first=100)]):
         assert outcome.finished == 0
         assert error_of(outcome).values[1] == "101 (begins with 101)"

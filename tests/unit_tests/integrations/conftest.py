@@ -9,5 +9,5 @@ from megatron_pp.integrations.megatron.releases import sources as megatron_sourc
 
 @pytest.fixture(autouse=True)
 def stand_ins_have_no_sources_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have the signatures of releases and not their sources, of which `install()` would say so."""
+    """Stand-ins have the signatures of releases but not their sources, for which `install()` would log a warning."""
     monkeypatch.setattr(megatron_sources, "KNOWN", {})

@@ -19,7 +19,7 @@ class Optimizer:
 
 class Chained(Optimizer):
     def step(self, number: int) -> int:
-        """Of all."""
+        """Step all optimizers."""
         if number < 0:
             raise ValueError("no such number")
         return super().step(number) + 1

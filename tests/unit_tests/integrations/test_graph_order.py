@@ -23,7 +23,7 @@ from testkit.thread_runs.p2p_ranks import NothingMayPass
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("chunks", [None, 2, 3])
 def test_the_order_is_megatrons_own(size: int, chunks: int | None) -> None:
-    """As TECudaGraphHelper asks for it, of a communicator that it makes itself; and in pairs, of layers."""
+    """TECudaGraphHelper computes it from a communicator that it makes itself; in pairs, for each layer."""
     schedules: Any = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
     cuda_graphs: Any = pytest.importorskip("megatron.core.transformer.cuda_graphs")
     if size == 1 and chunks is not None:
@@ -167,7 +167,7 @@ def observed(
 
 
 def test_pairs_of_megatrons_are_checked_before_a_step_with_its_graphs() -> None:
-    """Its schedule plans replay Transformer Engine's graphs, and not its own."""
+    """Megatron's schedule plans replay Transformer Engine's graphs, not Megatron's own."""
     pairs = {"schedule": "dualpipe_v", "overlap_pairs": True}
     with pytest.raises(ScheduleInputError, match="schedule dualpipe_v"):
         observed(TE_GRAPHS, pairs, joins=True)

@@ -28,7 +28,7 @@ ALONE, ONE_CHUNK, CHUNKS = ENTRIES
 
 
 def all_three(module: Any) -> list[str]:
-    """Whose schedules run. Of the stand-ins only the first returns something."""
+    """Names the engine whose schedules run. Only the first of the stand-ins returns something."""
     first, *others = (runs(getattr(module, name)) for name in ENTRIES)
     assert others == (["ours"] * 2 if first == "ours" else ["None"] * 2)
     return [first] * 3
@@ -44,7 +44,7 @@ def imported_anew(body: str = "return 'anew'") -> types.ModuleType:
 def test_the_collectors_own_argument_tuple_is_not_reported_as_a_holder(
     schedules: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As since Python 3.13, whose `gc.get_referrers` reports the tuple of its own arguments."""
+    """Since Python 3.13 `gc.get_referrers` reports the tuple of its own arguments."""
     of_before = gc.get_referrers
     monkeypatch.setattr(gc, "get_referrers", lambda *objects: [objects, *of_before(*objects)])
     megatron_core.install()
@@ -95,7 +95,7 @@ def test_modules_imported_anew_and_not_installed_are_reported_at_exit(
 
 
 def test_a_strict_install_that_raises_changes_nothing(schedules: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Also where it has first found functions that it would take."""
+    """Nothing is changed although it has found functions to replace before the error."""
     megatron_core.install(any_microbatch_count=True)
     ours = [getattr(schedules, name) for name in ENTRIES]
     theirs = [one.theirs for one in ours]
@@ -173,7 +173,7 @@ def test_a_block_ends_as_it_began_whatever_happens_within(schedules: Any, caplog
 
 
 def test_the_end_of_a_block_raises_nothing(schedules: Any) -> None:
-    """It restores what was accepted when it was installed."""
+    """The end of a block restores functions that were accepted at its begin."""
     megatron_core.install(strict=True, any_microbatch_count=True)
     with megatron_core.installed():
         setattr(schedules, CHUNKS, print)

@@ -25,7 +25,7 @@ from megatron_pp.testing.memory_transport import MemoryNetwork
 
 
 class CudaGraphScope(Enum):
-    """As in Megatron-core since 0.16."""
+    """The enumeration of Megatron-core since 0.16."""
 
     full_iteration = 1
     attn = 2
@@ -154,7 +154,7 @@ def test_a_step_of_combined_1f1b_with_another_signature_is_not_known(monkeypatch
     [("0.14.0", "grad_finalize_pgs"), ("0.19.0", "pg_collection"), ("0.19.0", "p2p_communicator")],
 )
 def test_pipelines_of_several_modules(version: str, keyword: str) -> None:
-    """Of subclasses too, whatever their name; and not of a class that has the name alone."""
+    """Subclasses of Megatron's communicator count, whatever their name. A class that only has its name does not."""
     for kind in (ManyModules, type("Ours", (ManyModules,), {})):
         why = reason(version, {}, **{keyword: kind()})
         assert why is not None
@@ -231,7 +231,7 @@ def test_transfers_that_the_program_has_put_into_megatrons_class(
 
 
 def test_a_communicator_of_another_config_is_left_to_megatron() -> None:
-    """It decides what is sent; only fields that tensors depend on count."""
+    """The communicator's config decides what is sent. Only fields that tensors depend on count."""
     config = {"variable_seq_lengths": None, "pipeline_dtype": "bf16"}
     for more, named in (
         ({"variable_seq_lengths": True}, "another variable_seq_lengths"),

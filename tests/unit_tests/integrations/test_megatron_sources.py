@@ -22,7 +22,7 @@ KNOWN = megatron_sources.KNOWN
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the stand-in of 0.20.0 were the only release that was read."""
+    """Make the stand-in of 0.20.0 the only release that was read."""
     schedules = published_schedules("0.20.0")
     functions = {name: f for name, f in vars(schedules).items() if inspect.isfunction(f)}
     digests = {name: digest(function) for name, function in functions.items() if name in KNOWN}
@@ -83,7 +83,7 @@ def known_entries(schedules: ModuleType) -> list[str]:
 
 @pytest.mark.parametrize("row", megatron_versions.TABLE, ids=lambda row: "{}.{}".format(*row.release))
 def test_functions_whose_signatures_matter_have_digests(row: Row) -> None:
-    """So that what is known by its digests is known to have the signatures of the table."""
+    """A function with a known digest then has the signature of the table."""
     assert {*expected_signatures(row), COMMUNICATOR} == NEEDED
     assert set(KNOWN) > NEEDED
 

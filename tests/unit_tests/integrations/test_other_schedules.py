@@ -40,7 +40,7 @@ def schedules() -> types.ModuleType:
 
 
 def runs(function: Callable[..., Any]) -> str:
-    """Whose schedule a call reaches. The engine asks for process groups, which there are none of."""
+    """The engine whose schedule a call reaches. Ours raises an error, because there are no process groups."""
     try:
         return str(function(**CALL))
     except ScheduleInputError as error:
@@ -260,7 +260,7 @@ def test_an_engine_that_was_called_has_nothing_to_report(
 
 
 def test_functions_of_a_microbatch_may_be_wrapped_before(schedules: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """As Primus's recording wraps `forward_step` and `backward_step`."""
+    """Primus's recording wraps `forward_step` and `backward_step` like this."""
     for name in ("forward_step", "backward_step"):
         original = getattr(schedules, name)
         setattr(schedules, name, lambda *args, original=original, **kwargs: original(*args, **kwargs))

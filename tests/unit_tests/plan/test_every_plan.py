@@ -59,7 +59,7 @@ def check_memory(plan: Plan, verdict: Verdict) -> None:
 
 
 def check_forms(plan: Plan) -> None:
-    """As text and as JSON it is the same plan."""
+    """The plan is the same after a round trip through text and through JSON."""
     for rank, program in enumerate(plan.programs):
         assert plan.placement.place(rank, parse_program(format_program(program))) == tuple(program)
     assert parse_plan(format_plan(plan, "json")) == plan

@@ -14,7 +14,7 @@ from megatron_pp.runtime.arguments import StepInputs
 
 
 class Wrapper(torch.nn.Module):
-    """Of a model, with an attribute for a config of its own."""
+    """The wrapper of a model, with an attribute for its own config."""
 
     config: Any = None
 
@@ -29,7 +29,7 @@ def inputs(model: Any, **more: Any) -> StepInputs:
 
 @pytest.mark.parametrize("length", [np.int64(8), np.int32(8), torch.tensor(8), 8])
 def test_lengths_may_be_whole_numbers_of_any_kind(length: Any) -> None:
-    """As data loaders have them; shapes are made of Python's."""
+    """Data loaders give such numbers. Shapes are made of Python's integers."""
     found = inputs(SimpleNamespace(config=1), seq_length=length, micro_batch_size=length, decoder_seq_length=length)
     given = found.seq_length, found.micro_batch_size, found.decoder_seq_length
     assert given == (8, 8, 8)

@@ -201,7 +201,7 @@ class Sharded(torch.nn.Module):
 def test_experts_and_fsdp_need_more_than_one_queue(
     fields: dict[str, Any], spec: dict[str, Any], chunks: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Megatron's arguments say. With tensor parallel layers before Blackwell the user has to choose."""
+    """Megatron's arguments have the same rule. With tensor parallel layers before Blackwell the user has to choose."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     plan = replace(build_plan(PlanSpec("1f1b", 2, 1, 4)), spec=PlanSpec("1f1b", 2, 1, 4, **spec))
 

@@ -27,7 +27,7 @@ os._exit(0)
 
 
 def test_a_forked_process_ends_no_group_of_its_parent() -> None:
-    """Whose end would wait for threads that it does not have."""
+    """The end of such a group would wait for threads that the forked process does not have."""
     environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     program = [sys.executable, "-c", FORKING]
     ran = subprocess.run(program, capture_output=True, text=True, timeout=30, env=environment, check=False)

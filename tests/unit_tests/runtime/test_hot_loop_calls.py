@@ -213,7 +213,7 @@ def test_others_are_waited_for_one_by_one() -> None:
 
 @pytest.mark.parametrize("asks", [0, 1, 2])
 def test_a_send_that_is_put_off_is_polled_at_each_release_behind_it(asks: int) -> None:
-    """It is given back as soon as it is over, although many more sends might stay unfinished."""
+    """The send's memory is freed as soon as the send is over, although many more sends might stay unfinished."""
     transport = LikeGloo(0, 2, most=100, asks=asks)
     make_step(2, 1, 0, 12, "overlap", transport)()
     assert transport.waited == list(range(1, 13))

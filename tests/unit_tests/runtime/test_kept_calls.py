@@ -81,7 +81,7 @@ def test_few_calls_of_a_model_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_setting_that_is_part_of_each_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also where it adds nothing to the first calls."""
+    """The setting counts even if it adds nothing to the first calls."""
     program = Program(monkeypatch, trace_dir=str(tmp_path), trace_steps="3")
     assert not any(program.call() for _ in range(2))
     assert not list(tmp_path.rglob("*.json*"))
@@ -99,7 +99,7 @@ def test_costs_from_the_second_call_on_may_be_an_array(monkeypatch: pytest.Monke
 
 
 def test_each_call_has_a_number_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the quick start's loop."""
+    """The quick start's loop gives such numbers."""
     program = Program(monkeypatch)
     taken = []
     for number in range(3):
@@ -149,7 +149,7 @@ def test_nothing_of_the_program_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -
     program = Program(monkeypatch)
 
     class Hook:
-        """Its class holds the model, too."""
+        """A hook whose class holds the model, too."""
 
         model = program.model
 

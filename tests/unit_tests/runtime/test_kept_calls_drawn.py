@@ -32,7 +32,7 @@ Change = tuple[str, Any]
 
 
 class Wrapper(torch.nn.Module):
-    """As of mixed precision: attributes of the model are behind ``module``."""
+    """A wrapper like that of mixed precision: attributes of the model are behind ``module``."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ PROGRAM = tuple(placed(op, 0, 0, -1, 0) for op in ("WAIT_F", "F", "SEND_F", "FRE
 
 
 class SlowBlock(ToyBlock):
-    """Of the last stage: the first rank waits for it."""
+    """A block that is slow on the last stage, so that the first rank waits for it."""
 
     def __init__(self, stage: int) -> None:
         super().__init__(stage)
@@ -101,7 +101,7 @@ def test_the_program_numbers_its_steps() -> None:
 
 
 def test_metrics_are_within_the_times_of_a_trace(tmp_path: Any) -> None:
-    """Which is around them."""
+    """The trace begins before the metrics and ends after them."""
     told, run = train(3, str(tmp_path)), load_run(tmp_path)
     assert run.steps == (2, 3)
     for step in run.steps:
@@ -114,7 +114,7 @@ def test_metrics_are_within_the_times_of_a_trace(tmp_path: Any) -> None:
 
 
 def test_a_trace_for_perfetto_has_the_names_of_the_plans_instructions(tmp_path: Any) -> None:
-    """As ranges of profilers have (tests/unit_tests/runtime/engine/test_step_outputs.py)."""
+    """Ranges of profilers have the same names (tests/unit_tests/runtime/engine/test_step_outputs.py)."""
     train(3, str(tmp_path))
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "steps.json")]) == 0
     events = json.loads((tmp_path / "steps.json").read_text())["traceEvents"]
@@ -139,7 +139,7 @@ def test_metrics_count_compute_and_waits_separately() -> None:
 
 
 class Event:
-    """Of a device that has come to ``now``."""
+    """An event of a device that has reached the time ``now``."""
 
     now = 0.0
 

@@ -49,7 +49,7 @@ LARGE = 100_000  # elements
 
 
 class KeepingBlock(ToyBlock):
-    """Its forward keeps one large tensor, which ``seen`` knows by its storage."""
+    """A block whose forward keeps one large tensor, which ``seen`` knows by its storage."""
 
     seen: list[StorageWeakRef]
 

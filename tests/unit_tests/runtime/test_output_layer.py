@@ -102,7 +102,7 @@ def test_an_evaluation_gives_the_losses_and_no_gradients(name: str) -> None:
 
 
 def test_hooks_of_the_rows_fire_once_a_microbatch() -> None:
-    """As data-parallel wrappers count on."""
+    """Data-parallel wrappers rely on this."""
     case, fired = Case("vocab_1f1b", 2, 3), []
 
     def hooked(case: Case, rank: int, split: bool) -> Stage:
@@ -210,7 +210,7 @@ def test_another_label_may_be_the_ignored_one() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_that_fails_ends_the_collectives_of_the_others(name: str) -> None:
-    """They would otherwise wait for it without end."""
+    """The other ranks would otherwise wait for the failed rank forever."""
 
     class Failing(Stage):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

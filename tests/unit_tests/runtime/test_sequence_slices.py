@@ -272,7 +272,7 @@ class Forgetful(dict[Any, Any]):
         """Nothing is kept: what remains is the caller's thread-local."""
 
     def __delitem__(self, key: Any) -> None:
-        """It is not there."""
+        """Do nothing: there is no such entry."""
 
 
 @pytest.mark.callers_thread

@@ -195,7 +195,7 @@ def test_numpy_whole_numbers_are_whole_numbers() -> None:
 
 @pytest.mark.parametrize("varies", [True, False])
 def test_a_communicator_made_for_other_shapes_is_refused(varies: bool) -> None:
-    """It would send shapes ahead of tensors where the plan expects none, or the other way round."""
+    """The communicator would send shapes ahead of tensors where the plan expects none, or the other way round."""
     other = toy_config(variable_seq_lengths=not varies)
     communicator = P2PCommunicator(ThreadGroup(0, 2), other, NothingMayPass(2).transport(0))
     with pytest.raises(ScheduleInputError, match=rf"made with variable_seq_lengths={not varies}, .* has .*={varies};"):
@@ -204,7 +204,7 @@ def test_a_communicator_made_for_other_shapes_is_refused(varies: bool) -> None:
 
 @pytest.mark.parametrize("channels", ["shared", "one_way"])
 def test_a_communicator_with_other_channels_is_refused(channels: str) -> None:
-    """Its messages would not arrive in the order that the plan was verified for."""
+    """The communicator's messages would not arrive in the order that the plan was verified for."""
     other = "one_way" if channels == "shared" else "shared"
     communicator = P2PCommunicator(ThreadGroup(0, 2), toy_config(p2p_channels=other), NothingMayPass(2).transport(0))
     with pytest.raises(ScheduleInputError, match=f"made with p2p_channels={other}, .* has p2p_channels={channels};"):
@@ -299,7 +299,7 @@ def test_group_sizes_come_from_the_groups_then_from_the_config() -> None:
 
 
 def test_group_sizes_of_parallel_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Megatron, which asks nobody else when no groups are given."""
+    """Megatron, too, takes all sizes from parallel_state if no groups are given."""
     monkeypatch.setattr(own_groups, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(own_groups, "size_of", {"tp": 4, "cp": 2}.get)
     assert group_sizes(None, StepSettings.from_config(None)) == (4, 2)

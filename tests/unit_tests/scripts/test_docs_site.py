@@ -33,7 +33,7 @@ def relative_links(text: str) -> Iterator[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """Of all headings, as GitHub makes them, and those that a page sets itself."""
+    """The anchors of all headings, as GitHub makes them, and anchors that a page sets itself."""
     found: dict[str, int] = {}
     for heading in _HEADING.findall(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()

@@ -245,7 +245,7 @@ def test_rules_of_a_device_that_are_given_beside_a_trace_on_gloo_are_not_dropped
 
 
 def test_a_hidden_transfer_takes_no_more_than_there_was_time(tmp_path):
-    """Of a transfer that no rank waited for, only the latest possible end is known."""
+    """If no rank waited for a transfer, only its latest possible end is known."""
     step = simulated("gpipe", 2, 1, 8, network=Network(1e6, link=Link(bandwidth=1e6 / 9)))
     write_traces(tmp_path, [step])
     for t in load_run(tmp_path).measured(1).transfers:

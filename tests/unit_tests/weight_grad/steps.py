@@ -120,7 +120,7 @@ def count_hooks(model: nn.Module) -> dict[str, int]:
 
 
 def with_main_grads(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """As Megatron's DistributedDataParallel holds them."""
+    """Give parameters a ``main_grad`` as Megatron's DistributedDataParallel does."""
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros(parameter.shape, dtype=dtype)
         parameter.grad_added_to_main_grad = False

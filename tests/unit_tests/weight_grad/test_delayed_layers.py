@@ -64,7 +64,7 @@ class MegatronHook:
 
 
 def with_megatrons_hooks(model: nn.Module) -> Counter[Tensor]:
-    """As Megatron registers them: with the layer where it says so, else with autograd."""
+    """Register hooks as Megatron does: with the layer if the layer asks for it, else with autograd."""
     fired: Counter[Tensor] = Counter()
     for layer in model:
         for parameter in layer.parameters():
@@ -104,7 +104,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_gradients(te: Any, mode: str = "grad", **options: Any) -> dict[str, Tensor]:
-    """Of the same layers without delay, by autograd and Megatron's hooks."""
+    """The gradients of the same layers without delay, by autograd and Megatron's hooks."""
     model = new_model(te, delay=False, fuse="fused" in mode, **options)
     if mode != "grad":
         with_megatrons_hooks(with_main_grads(model))

@@ -80,7 +80,7 @@ def autocast(dtype: torch.dtype = torch.bfloat16, cache: bool = True) -> Any:
 
 
 class ThreeOfOneInput(Habit):
-    """As queries, keys and values of a stage's input: a leaf, of which autocast makes one cast."""
+    """Three layers of one input, like queries, keys and values. The input is a leaf, which autocast casts once."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.one(x) * self.two(x) + self.one(x)

@@ -109,7 +109,7 @@ def test_the_kernel_is_that_of_the_main_grads_dtype(main_dtype: torch.dtype, ker
 
 
 class Calls:
-    """Which of torch's products ran."""
+    """Records which of torch's products ran."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []

@@ -24,7 +24,7 @@ from tests.unit_tests.weight_grad.steps import assert_same, count_hooks, gradien
 
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch keeps gradients as their parameter is")
 def test_gradients_add_up_in_the_dtype_that_a_parameter_asks_for() -> None:
-    """As autograd adds them; FSDP2 asks for float32 under mixed precision, from torch 2.15 on."""
+    """Autograd does the same. FSDP2 asks for float32 under mixed precision, from torch 2.15 on."""
     grads = [torch.full((4, 3), 2.0**-k, dtype=torch.bfloat16) for k in (0, 9)]  # the sum is no bfloat16
     both = [nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16)) for _ in range(2)]
     for parameter in both:

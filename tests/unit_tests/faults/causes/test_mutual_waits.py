@@ -266,7 +266,7 @@ def test_hosts_that_compute_are_not_a_stall() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backwards", [nullcontext, autograd_thread], ids=["the caller's thread", "autograd's thread"])
 def test_a_wait_for_a_host_that_computes_is_not_a_stall(backwards: Any) -> None:
-    """Nor where it computes in a thread of autograd, as on a GPU, while the thread that runs the step waits for it."""
+    """On a GPU the host computes in a thread of autograd, and the thread that runs the step waits for it."""
     steps = Steps(2, {0: {"F2": synchronize}, 1: {"B1": compute_for_long}})
     with backwards():
         steps.run(**AHEAD)

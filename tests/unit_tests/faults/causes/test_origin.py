@@ -73,7 +73,7 @@ class OwnBaseError(BaseException):
 
 
 class DistBackendError(RuntimeError):
-    """Of the user, with the name of one of torch's."""
+    """An error class of the user with the name of one of torch's."""
 
 
 EXCEPTIONS: dict[str, Callable[[], BaseException]] = {

@@ -193,7 +193,7 @@ def test_a_stopped_process_is_found_before_a_silent_one(state: str, timeout: flo
 
 
 def test_a_process_that_is_stopped_again_and_again_is_not_given_up_before_its_time() -> None:
-    """Of a rank that also keeps the interpreter's lock, so that it sends no heartbeat in between."""
+    """The rank also holds the interpreter's lock, so it sends no heartbeat in between."""
     found = _given_up(lambda second: ALIVE if second % 50 == 49 else STOPPED)
     assert found is not None
     assert found[0] >= 480.0

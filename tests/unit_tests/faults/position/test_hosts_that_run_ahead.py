@@ -83,7 +83,7 @@ class Job:
         return raised
 
     def step(self, communicator: P2PCommunicator, step: int) -> None:
-        """As far as the host is concerned."""
+        """Run a step, which is over when the host has left it."""
         rank = communicator.rank
         stops, raises = (self.stops[2], self.raises) if self.stops[:2] == (rank, step) else (-1, -1)
         block = partial(StoppingBlock, stops=stops, raises=raises, kernel=self.kernel)
@@ -100,7 +100,7 @@ class Job:
 
 
 class StoppingBlock(ToyBlock):
-    """Its forward number ``stops`` takes as long as ``kernel``; number ``raises`` fails."""
+    """A block whose forward number ``stops`` takes as long as ``kernel``. Forward number ``raises`` fails."""
 
     def __init__(self, stage: int, stops: int, raises: int, kernel: Kernel) -> None:
         super().__init__(stage)
@@ -166,7 +166,7 @@ def test_a_rank_that_dies_behind_its_host_is_named_in_seconds(
 
 @pytest.mark.slow
 def test_a_hung_device_is_named_with_its_position(caplog: pytest.LogCaptureFixture) -> None:
-    """Its process and its host are alive."""
+    """The process of the rank and its host are alive."""
     job = Job(stops=(1, 1, 2), p2p_timeout=0.8, compute_timeout=2.0)
 
     def main(rank: int, communicator: P2PCommunicator) -> None:
@@ -269,7 +269,7 @@ def test_a_device_may_be_at_a_send_that_is_not_received() -> None:
 
 
 def test_an_exception_has_the_place_of_the_host() -> None:
-    """Its device is two forwards behind."""
+    """The device is two forwards behind the host."""
     job = Job(stops=(1, 1, 2), raises=4)
 
     def main(rank: int, communicator: P2PCommunicator) -> None:

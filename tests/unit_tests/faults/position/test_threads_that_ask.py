@@ -162,7 +162,7 @@ def test_a_heartbeat_that_calls_cuda_prevents_naming_the_hung_rank(
 
 
 class CapturingBlock(ToyBlock):
-    """Its first forward captures a graph, while the guard asks for what was issued before."""
+    """A block whose first forward captures a graph, while the guard queries work that was issued before."""
 
     captures = True
     mode = "global"

@@ -87,7 +87,7 @@ except ValueError:
 
 
 def test_the_cause_outlives_the_process_that_holds_the_store(guard_of: Any) -> None:
-    """It ends as soon as it has raised; the others look at the store four times a second."""
+    """The process with the store ends as soon as it has raised. The others read the store four times a second."""
     host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
     assert host.stdout is not None
     store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False, wait_for_workers=False)

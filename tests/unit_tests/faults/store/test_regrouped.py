@@ -144,7 +144,7 @@ def test_a_failure_before_a_late_member_has_connected_reaches_it() -> None:
 
 
 def test_two_pipelines_over_the_same_ranks_that_are_made_in_different_orders() -> None:
-    """As threads make them. A failure in one reaches its other member, and is none of the other pipeline."""
+    """Threads make them so. A failure in one pipeline reaches its other rank, and does not reach the other pipeline."""
     store = dist.HashStore()
     made = {me: {name: Member(store, (0, 1), me, name) for name in order} for me, order in ((0, "ab"), (1, "ba"))}
     steps = (made[1]["a"].step, made[0]["b"].step, made[1]["b"].step)

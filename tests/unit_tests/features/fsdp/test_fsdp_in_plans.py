@@ -144,7 +144,7 @@ def test_impossible_fsdp_settings_are_refused(fields: dict[str, object], why: st
 
 
 def test_megatron_fsdp_is_refused_with_the_reason() -> None:
-    """Its modules have this method."""
+    """Modules of Megatron-FSDP are recognised by this method."""
     chunk = torch.nn.Linear(2, 2)
     chunk._replace_param_with_raw_if_needed = lambda: None
     inputs = SimpleNamespace(chunks=[chunk])

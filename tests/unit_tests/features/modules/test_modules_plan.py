@@ -178,7 +178,7 @@ def test_stages_on_ranks_that_are_tensor_parallel_in_another_module_are_refused_
 
 
 def test_chunks_whose_forwards_alone_wait_for_each_other_are_refused() -> None:
-    """Of a tensor-parallel group the last rank sends activations, the first one gradients."""
+    """In a tensor-parallel group the last rank sends activations, and the first rank sends gradients."""
     graph = graphs_in("a=0+1; b=2; c=3+1; d#1=4; e=4; a>b; b>c; d>c; e>c")[0]
     with pytest.raises(PlanError, match=r"chunk 0 of rank 1 waits for itself.*in a circle"):
         modules_plan(modules_spec(graph, 2))

@@ -33,7 +33,7 @@ def trained(pipelines: int, num_chunks: int, step: PackedStep, size: int = SIZE,
 
 
 def expected(step: PackedStep, stages: int) -> tuple[ToyResult, list[list[float]]]:
-    """Of one process that runs all packs, slot by slot; and the losses of each slot's packs."""
+    """The result of one process that runs all packs, slot by slot, and the losses of each slot's packs."""
     packs = [pack for slot in step.slots for pack in slot.packs]
     found = one_process(packs, stages)
     losses = iter(found.losses)

@@ -27,7 +27,7 @@ def test_a_long_sequence_gets_as_many_ranks_as_it_needs(length: int, context: in
 
 
 def test_context_sizes_are_those_of_megatrons_hybrid_context_parallelism() -> None:
-    """Its groups are no microbatches: their ranks have other numbers of sequences, and more tokens than a rank may."""
+    """Megatron's groups are no microbatches: their ranks differ in numbers of sequences, and exceed a rank's tokens."""
     theirs = pytest.importorskip("megatron.core.pipeline_parallel.hybrid_cp_schedule")
     chance, unequal, beyond = random.Random(2), 0, 0
     for ranks, tokens in [(1, 7), (2, 12), (4, 5), (8, 4096)]:

@@ -84,7 +84,7 @@ def test_costs_of_other_microbatches_are_an_error_which_the_rank_raises() -> Non
 
 
 def test_an_order_is_the_best_that_was_seen() -> None:
-    """Of an estimate that any swap can lower."""
+    """Any swap can lower this estimate."""
     given = drawn(8)
 
     def inversions(order: tuple[int, ...]) -> float:

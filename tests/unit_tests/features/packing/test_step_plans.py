@@ -55,7 +55,7 @@ def cycling(*kinds: list[float]) -> Before:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Of each rank of two the schedules of its steps."""
+    """The schedules of the steps of each of two ranks."""
     found: list[list[str]] = [[], []]
     make = step_module._executor
 

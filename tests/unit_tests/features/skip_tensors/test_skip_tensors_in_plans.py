@@ -158,7 +158,7 @@ def test_verify_refuses_misplaced_instructions_of_named_tensors(rank, edit, word
 @pytest.mark.parametrize("op", sorted(ins.SINGLE_OPS))
 @pytest.mark.parametrize("name", ["a", "z"])
 def test_verify_refuses_an_operation_with_an_unknown_tensor_name(op, name):
-    """As a program that was made by hand may have it."""
+    """A program that was written by hand may have one."""
     plan = build_plan(PlanSpec("1f1b", 3, 1, 2, skip_tensors="a=0>2"))
     for rank in range(3):
         (at,) = plan.placement.place(rank, [Instruction(op, mb=0, chunk=0, tensor=name)])

@@ -109,7 +109,7 @@ def test_pytorch_files_that_hold_no_plan_are_refused_in_one_line(damage, message
     ],
 )
 def test_incomplete_orders_of_pytorch_files_are_refused_in_one_line(damage, message):
-    """As plans, which they are: not with the error of a file that cannot be read."""
+    """The files hold plans, so the error is that of a wrong plan, not of an unreadable file."""
     with pytest.raises(PlanError, match=message) as caught:
         parse_plan(damage(torch_text()))
     assert (type(caught.value), "\n" in str(caught.value)) == (PlanError, False)
@@ -226,7 +226,7 @@ def test_pytorch_reads_what_is_written(name, options, form):
 
 
 def test_messages_that_pytorch_would_take_for_each_other_are_refused():
-    """Its runtime (2.15, gloo) trained such a plan with wrong gradients, without a word."""
+    """PyTorch's runtime (2.15, gloo) trained such a plan with wrong gradients, without an error."""
     plan = small_plan("1f1b_v", 2, 2, 6)
     with pytest.raises(FileFormatError, match="PyTorch has one queue for both: make the plan with --channels shared"):
         format_plan(plan, "torch-csv-waits")

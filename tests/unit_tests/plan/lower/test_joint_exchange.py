@@ -66,7 +66,7 @@ def test_nothing_is_posted_between_a_forward_and_its_backward(shape: tuple, poli
     ],
 )
 def test_other_orders_exchange_after_each(shape: tuple) -> None:
-    """Their forwards and backwards wait for each other within what would be joint."""
+    """Forwards and backwards of these orders wait for each other, so they cannot share an exchange."""
     assert any(between_forward_and_backward(plan_of(*shape, PLAIN, False), rank) for rank in range(shape[1]))
 
 

@@ -27,7 +27,7 @@ UNEVEN = Measured(
 
 
 def step(spec: PlanSpec, measured: Measured) -> float:
-    """Of the plan that is searched for ``measured``, simulated with it."""
+    """The simulated step of the plan that is searched for ``measured``."""
     plan = build_plan(replace(spec, measured=measured))
     return simulate(plan, measured.costs(plan.placement.num_stages), measured.network()).makespan
 

@@ -103,7 +103,7 @@ def test_generalised_interleaved_schedules_keep_what_their_paper_says(
 @pytest.mark.parametrize(("name", "group"), [("gis", 0), ("interleaved_1f1b", 16)])
 @pytest.mark.parametrize("backward", [1.0, 2.0, 3.0])
 def test_a_message_that_is_used_late_holds_up_no_sender(name: str, group: int, backward: float) -> None:
-    """Its receive is posted late; nothing but the bubble of interleaved 1F1B is left all the same."""
+    """The receive is posted late, and still only the bubble of interleaved 1F1B is left."""
     plan = build_plan(PlanSpec(name, 8, 4, 48, group))
     simulation = simulate(plan, StageCosts.uniform(32, 1.0, backward / 2, backward / 2))
     assert simulation.makespan == (1 + backward) * (48 * 4 + 7)

@@ -51,7 +51,7 @@ def test_no_searched_plan_hangs_whichever_of_its_instructions_wait(schedule: str
 
 
 def shares_that_hang(spec: PlanSpec, draws: int = 20) -> dict[float, float]:
-    """Which share of drawn runs hangs, by the probability with which each compute operation waits."""
+    """The share of drawn runs that hang, by the probability with which each compute operation waits."""
     plan, rng, hangs = build_plan(spec), random.Random(1), Counter[float]()
     for share in SHARES:
         for _ in range(draws):

@@ -38,7 +38,7 @@ def faults(plan: Plan, waiting: str = "") -> list[str]:
 
 
 def test_the_queue_judge_imports_nothing_of_the_package(tmp_path: Path) -> None:
-    """It runs as a script, alone, on what the command line writes."""
+    """The judge runs as a script of its own, on plans that the command line writes."""
     path, written = Path(queue_judge.__file__), str(tmp_path / "plan.json")
     nodes = list(ast.walk(ast.parse(path.read_text())))
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
@@ -75,7 +75,7 @@ def test_no_schedule_hangs_where_all_wait(n: int, schedule: str, waiting: str) -
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1", "gis_h", "dualpipe_v"])
 def test_plans_for_one_queue_alone_hang_where_all_wait(schedule: str) -> None:
-    """Their receives are posted ahead of operations that may wait for them. With two ranks, those of zb_h1 are posted
+    """The plans post receives ahead of operations that may wait for them. With two ranks, those of zb_h1 are posted
     ahead of waits and sends alone."""
     chunks = SCHEDULES[schedule].chunks or (1 if schedule in ("1f1b", "zb_h1") else 2)
     for size, microbatches in ((2, 4), (4, 8)):

@@ -241,7 +241,7 @@ def test_a_stage_called_several_times_gets_its_input_each_time(schedule: str, ch
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)])
 def test_a_checkpoint_around_a_stage_is_refused(schedule: str, chunks: int) -> None:
-    """It would compute the stage anew without its input. Around the first stage it is right."""
+    """The checkpoint would recompute the stage without its input. Around the first stage it is right."""
 
     def step(data_iterator: Any, model: Any) -> Any:
         x, target = next(data_iterator)
@@ -257,7 +257,7 @@ def test_a_checkpoint_around_a_stage_is_refused(schedule: str, chunks: int) -> N
 
 
 def test_after_a_step_a_stage_is_a_module_again() -> None:
-    """Also after one that failed, and in a backward of the user's. Nothing of the step is kept."""
+    """The same holds after a step that failed, and in a backward of the user's. Nothing of the step is kept."""
 
     def fails(data_iterator: Any, model: Any) -> Any:
         if model.inner.stage:

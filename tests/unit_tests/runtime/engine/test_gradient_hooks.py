@@ -277,7 +277,7 @@ def test_finalisation_is_called_as_its_signature_allows() -> None:
 
 @dataclass
 class _Finalize:
-    """Which Python cannot hash."""
+    """A callable object that Python cannot hash."""
 
     model: torch.nn.Module
 
@@ -333,7 +333,7 @@ def test_deferral_without_anything_to_finish_is_refused() -> None:
 
 
 class _Wrapper(torch.nn.Module):
-    """As DistributedDataParallel holds what it wraps."""
+    """Holds a module as DistributedDataParallel does."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()

@@ -90,8 +90,8 @@ CUTS: dict[str, tuple[int, Callable[[int], ToyBlock]]] = {  # with the first sta
 def test_stages_before_one_that_uses_no_input(
     size: int, chunks: int, schedule: str | None, cut: str, policy: dict[str, Any]
 ) -> None:
-    """Their gradients are None, as in one process, where the stage is on the same rank, or all between are. Another
-    rank waits for a message, and cannot know: it gets zeros.
+    """If the stages are on one rank, their gradients are None, as in one process. A stage on another rank waits for a
+    message and gets zeros.
     """
     at, block = CUTS[cut]
     expected = reference_run(size * chunks, DATA, block=block)

@@ -129,7 +129,7 @@ def test_writes_after_a_send_has_finished_are_accepted(block: Any) -> None:
 
 
 class UsesItUp(torch.autograd.Function):
-    """Its backward writes to what it has saved, its output."""
+    """A function whose backward writes to its saved output."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ class MegatronChunk(torch.nn.Module):
 
 
 class Wrapper(torch.nn.Module):
-    """As DistributedDataParallel."""
+    """A wrapper like DistributedDataParallel."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def test_layers_in_the_order_of_the_stages_run_and_are_compared_once(
 
 
 def test_a_rank_whose_own_chunks_do_not_fit_says_so_itself() -> None:
-    """Its error says more than the comparison of all."""
+    """The rank's own error says more than the comparison of all ranks."""
 
     def body(rank: Rank) -> Exception | None:
         numbers = layers_of(rank)

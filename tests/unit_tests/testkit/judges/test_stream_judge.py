@@ -63,7 +63,7 @@ def judged(
 
 
 def test_the_stream_judge_imports_nothing_of_the_package(tmp_path: Path) -> None:
-    """It runs as a script, alone."""
+    """The judge runs as a script of its own."""
     path = Path(stream_judge.__file__)
     nodes = list(ast.walk(ast.parse(path.read_text())))
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

@@ -193,7 +193,7 @@ def test_gradients_that_are_asked_for_are_there_afterwards() -> None:
 
 
 def test_the_engine_is_called_by_keywords_too() -> None:
-    """As Megatron's ``custom_backward`` does."""
+    """Megatron's ``custom_backward`` calls it so."""
 
     def program() -> float:
         x = torch.ones(4, requires_grad=True)

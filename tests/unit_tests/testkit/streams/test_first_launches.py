@@ -114,7 +114,7 @@ def test_a_receive_posted_before_the_first_forward_hangs_there_alone() -> None:
 
 
 def test_a_copy_at_the_send_hangs_behind_receives_of_the_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an output that is not contiguous."""
+    """The copied output is not contiguous."""
     spec = PlanSpec("gis_h", RANKS, CHUNKS, 4, device=(ONE_QUEUE,))
     assert not plan_on_streams(spec, block=StridedBlock).races
     monkeypatch.setattr(executor, "in_one_block", lambda tensor: tensor)

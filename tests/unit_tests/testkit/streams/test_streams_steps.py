@@ -189,7 +189,7 @@ def deallocate(tensor: torch.Tensor, wanted: bool) -> None:
 
 
 class Steps:
-    """Of the toy model, with a second stream as in a schedule plan."""
+    """Steps of the toy model, with a second stream as in a schedule plan."""
 
     schedules = SimpleNamespace(deallocate_output_tensor=deallocate)
 

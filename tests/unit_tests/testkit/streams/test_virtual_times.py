@@ -42,7 +42,7 @@ def spec_of(schedule: str, size: int, chunks: int, **more: Any) -> PlanSpec:
 
 
 def on_four(schedules: list[str], turn: int) -> list[tuple[str, int, int]]:
-    """Of ``schedules`` every second one on four ranks, with chunks in turn: the others have ``1 - turn``."""
+    """Every second schedule of ``schedules``, on four ranks with chunks in turn. The others have ``1 - turn``."""
     sizes = [(name, 4, 1 + n % 3) for n, name in enumerate(FAMILIES) if EXHAUSTIVE or n % 2 == turn]
     return [one for one in sizes if one[0] in schedules]
 

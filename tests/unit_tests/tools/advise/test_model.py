@@ -127,7 +127,7 @@ NAMED = [n for n, f in SCHEDULES.items() if f.search is None and not f.sliced an
 
 @pytest.mark.parametrize("name", NAMED)
 def test_the_first_look_agrees_with_the_simulator(name):
-    """They agree if no message waits for another, as with free transfers."""
+    """Both agree if no message waits for another, as with free transfers."""
     family = SCHEDULES[name]
     plan = build_plan(PlanSpec(name, 4, family.chunks or 2, 8))
     stages = plan.placement.num_stages

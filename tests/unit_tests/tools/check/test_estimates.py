@@ -277,7 +277,7 @@ def test_settings_that_take_long_to_look_at_are_named_as_such() -> None:
 
 
 def test_no_setting_is_recommended_that_megatron_refuses() -> None:
-    """Its interleaved schedule refuses a last group with fewer microbatches than ranks: 18 are 4 groups of 4, and 2."""
+    """Megatron's interleaved schedule refuses a last group smaller than P: 18 microbatches are 4 groups of 4, and 2."""
     found = step_time.section(job(global_batch_size=36), H100)
     assert not any("chunks" in name for name in found.data["tried"])  # type: ignore[index]
     assert any("chunks" in name for name in step_time.section(job(), H100).data["tried"])  # type: ignore[index]
@@ -292,7 +292,7 @@ def test_the_answer_asks_for_the_number_of_chunks_not_layers_per_chunk() -> None
 
 
 def test_the_layer_that_makes_a_rank_slow_is_the_one_that_others_lack() -> None:
-    """It is not the most expensive layer if all ranks have it."""
+    """The most expensive layer is not named if all ranks have it."""
     long = job(num_layers=128, hidden_size=8192, pipeline_model_parallel_size=64, tensor_model_parallel_size=8,
                data_parallel_size=1, num_attention_heads=64, global_batch_size=256)  # fmt: skip
     lines = step_time.section(replace(long, gpus=512), H100).lines

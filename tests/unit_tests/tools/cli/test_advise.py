@@ -236,7 +236,7 @@ DEEPSEEK = (
 @pytest.mark.slow
 @pytest.mark.skipif(not EXHAUSTIVE, reason="takes minutes of all cores: MEGATRON_PP_EXHAUSTIVE=1 runs it")
 def test_deepseek_on_16_ranks_is_answered_on_a_busy_machine():
-    """It needs the processor time of 20 s on two idle cores; three times as much if caches are shared."""
+    """The search needs the processor time of 20 s on two idle cores; three times as much if caches are shared."""
     command = [sys.executable, "-m", "megatron_pp", "advise", "--gpu", "h100", "--data-parallel", "16", "--json"]
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BUSY)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

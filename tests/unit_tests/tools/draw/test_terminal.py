@@ -88,7 +88,7 @@ def backgrounds(lines, colours):
 
 @pytest.mark.parametrize(("schedule", "ops"), [("1f1b", "FB"), ("dualpipe_v", "FBIW"), ("vocab_1f1b", "FBST")])
 def test_operations_differ_in_a_terminal_of_16_colours(schedule, ops):
-    """They also differ in a terminal of 8 colours, which has no bright colours (100 to 107)."""
+    """Operations also differ in a terminal of 8 colours, which has no bright colours (100 to 107)."""
     few = [render_text([timeline_of(schedule)], few_colours=True), render_grid(plan_of(schedule), few_colours=True)]
     for lines in few:
         found = backgrounds(lines, "standard")

@@ -212,7 +212,7 @@ LATENT = ["--multi-latent-attention", "--tensor-model-parallel-size", "2"]
     ],
 )
 def test_known_faults_that_the_flags_meet_are_named(given, met):
-    """They are the faults of the job's layers, not of the layers that run here on the CPU."""
+    """The answer names faults of the job's layers, not of the layers that run here on the CPU."""
     layout = Layout(Flags.read(given).set("--transformer-impl", "local"), 2, uneven_masks=False)
     different = Answer(["train.py"], layout, [], {"ours": WRONG, "megatron": WRONG})
     different.known_faults = known_faults(different, given)
@@ -323,7 +323,7 @@ def test_the_state_of_an_optimizer_says_by_how_much_gradients_were_clipped():
 
 
 def test_a_parameter_has_no_ratio():
-    """Its old value is in both values, so its ratio would be one."""
+    """The old value of a parameter is in both new values, so their ratio would be one."""
     said = Answer(["x"], LAYOUT, [], {"megatron": compared(rank_of(0, 1, "PP", parameter=values(AFTER) * 1.0001))})
     assert "ratio" not in said.parameters()[GRAD.name]
     assert said.first()["ratio"] is None
