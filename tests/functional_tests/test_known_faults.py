@@ -68,3 +68,38 @@ def test_the_copy_of_the_embedding_gets_another_learning_rate_up_to_0_17(tied: b
         assert first, outcome.message
         assert last
         assert (first == last) == marked, max(map(abs, map(float.__sub__, first, last)))
+
+
+def _difference_of_routers(one: Case, other: Case) -> float:
+    """The largest difference of a router's gradient between two cases, as a share of the largest gradient."""
+    check = "tests.functional_tests.megatron_router_checks:router_gradients"
+    outcomes = run_jobs([Job(case, check=check) for case in (one, other)])
+    assert [outcome.status for outcome in outcomes] == ["ok"] * 2, [outcome.message for outcome in outcomes]
+    first, second = ({name: grad for fact in outcome.facts for name, grad in fact.items()} for outcome in outcomes)
+    assert first.keys() == second.keys()
+    assert len(first) == one.model.layers
+    pairs = [pair for name in first for pair in zip(first[name], second[name], strict=True)]
+    return max(abs(a - b) for a, b in pairs) / max(abs(a) for a, _ in pairs)
+
+
+@pytest.mark.parametrize("engine", ["megatron", "ours"])
+@pytest.mark.parametrize("per_token", [True, False], ids=["per token", "per microbatch"])
+def test_auxiliary_losses_per_token_are_divided_by_the_tensor_parallel_ranks_up_to_0_18(
+    engine: str, per_token: bool
+) -> None:
+    experts = Model(layers=2, experts=4, per_token_loss=per_token)
+    alone = Case(experts, engine="megatron", microbatches=2, deallocate=False)
+    split = dataclasses.replace(alone, engine=engine, pp=2, tp=2, deallocate=engine == "ours")
+    difference = _difference_of_routers(alone, split)
+    right = not per_token or release_of(importlib.metadata.version("megatron-core")) >= (0, 19)
+    assert difference < 1e-5 if right else difference > 0.05, difference
+
+
+def test_auxiliary_losses_of_sequences_depend_on_the_size_of_microbatches_from_0_16_to_0_18() -> None:
+    kind = ("moe_router_load_balancing_type", "seq_aux_loss"), ("moe_z_loss_coeff", None)
+    sequences = Model(layers=2, experts=4, per_token_loss=True, micro_batch=1, extra_config=kind)
+    single = Case(sequences, engine="megatron", microbatches=4, deallocate=False)
+    double = dataclasses.replace(single, model=dataclasses.replace(sequences, micro_batch=2), microbatches=2)
+    difference = _difference_of_routers(single, double)
+    right = not (0, 16) <= release_of(importlib.metadata.version("megatron-core")) < (0, 19)
+    assert difference < 1e-5 if right else difference > 0.05, difference

@@ -103,7 +103,7 @@ def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transform
         expert_hidden=whole(args, "moe_ffn_hidden_size", 0) or None,
         shared_hidden=whole(args, "moe_shared_expert_intermediate_size", 0),
         moe_latent=whole(args, "moe_latent_size", 0),
-        moe_layers=_each_layer(args, "moe_layer_freq", "1", True) if experts and not main else (),
+        moe_layers=each_layer(args, "moe_layer_freq", "1", True) if experts and not main else (),
         expert_parallel=whole(args, "expert_model_parallel_size", 1),
         expert_split=whole(args, "expert_tensor_parallel_size", 0) or None,
         groups=(whole(args, "moe_router_group_topk", 0), whole(args, "moe_router_num_groups", 0)),
@@ -208,7 +208,7 @@ def _recompute(args: Mapping[str, Any]) -> str:
     return SELECTIVE if flash or selective else NONE
 
 
-def _each_layer(args: Mapping[str, Any], name: str, default: str, first: bool) -> tuple[int, ...]:
+def each_layer(args: Mapping[str, Any], name: str, default: str, first: bool) -> tuple[int, ...]:
     """0 or 1 for each layer, from a list such as ``([0]*3+[1]*58)`` or from a number N. With N, either the ``first`` of
     each N layers has 1, or all but the last of each N layers.
     """
@@ -256,12 +256,12 @@ def _mixers(args: Mapping[str, Any], main: str) -> str:
     if variant == "dsa":
         mixers = mixers.replace("+", "D")
     if _window(args) is not None:
-        windowed = _each_layer(args, "window_attn_skip_freq", f"[1]*{len(mixers)}", False)
+        windowed = each_layer(args, "window_attn_skip_freq", f"[1]*{len(mixers)}", False)
         mixers = "".join("w" if one == "*" and is_in else one for one, is_in in zip(mixers, windowed, strict=True))
     if variant == "gdn" and not main:
         if "linear_attention_freq" not in args:
             raise PlanError("Megatron's --experimental-attention-variant gdn needs --linear-attention-freq")
-        linear = _each_layer(args, "linear_attention_freq", "", False)
+        linear = each_layer(args, "linear_attention_freq", "", False)
         mixers = "".join("G" if is_in else one for one, is_in in zip(mixers, linear, strict=True))
     return mixers
 

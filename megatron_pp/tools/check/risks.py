@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_pp.errors import LayoutError
+from megatron_pp.errors import LayoutError, PlanError
+from megatron_pp.tools.advise.megatron_args import each_layer
 from megatron_pp.tools.check.findings import ERROR, LEVELS, RISK, Finding, Section
 from megatron_pp.tools.check.jobs.files import loaded
 from megatron_pp.tools.check.jobs.job import TORCHTITAN, Job
@@ -156,6 +157,29 @@ def prediction_between_the_ends(job: Job) -> bool:
     return not ranks <= {0, pipeline_size(job) - 1}
 
 
+def auxiliary_losses_of_experts(job: Job) -> bool:
+    """Whether a coefficient of the routers' auxiliary losses is above zero. The one of load balancing may be a list."""
+    balance, z_loss = job.get("moe_aux_loss_coeff"), job.get("moe_z_loss_coeff")
+    coefficients = [*(balance if isinstance(balance, (list, tuple)) else [balance]), z_loss]
+    return any(isinstance(one, (int, float)) and one > 0 for one in coefficients)
+
+
+def rank_without_experts(job: Job) -> bool:
+    """Whether a rank of the pipeline has no layer with experts although the model has some.
+
+    False for layers that cannot be placed: the section "start" names their error.
+    """
+    if not job.get("num_experts"):
+        return False
+    try:
+        experts, stages = each_layer(job.args, "moe_layer_freq", "1", True), stages_of(job)
+    except (LayoutError, PlanError):
+        return False
+    routed = {number for number, has in enumerate(experts) if has}
+    with_experts = {stage.rank for stage in stages if stage.mtp or routed.intersection(stage.layers)}
+    return len(with_experts) < pipeline_size(job)
+
+
 def _framework(job: Job) -> str:
     return job.framework
 
@@ -168,7 +192,9 @@ DERIVED: Mapping[str, Callable[[Job], Any]] = {
     "framework": _framework,
     "data_parallel_size": _replicas,
     "layers_without_a_stage": layers_without_a_stage,
+    "auxiliary_losses_of_experts": auxiliary_losses_of_experts,
     "prediction_between_the_ends": prediction_between_the_ends,
+    "rank_without_experts": rank_without_experts,
 }
 """Names that a term may use in addition to Megatron's settings."""
 

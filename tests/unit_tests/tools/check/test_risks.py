@@ -41,6 +41,8 @@ MTP = {"mtp_num_layers": 1, "context_parallel_size": 2}
 PREDICTION = {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}
 SHARDED = {"use_megatron_fsdp": True, "pipeline_model_parallel_size": 2, "ckpt_format": "fsdp_dtensor", "load": "a"}
 PACKED = {"pipeline_model_parallel_size": 12, "sft": True}
+ROUTED = {"num_experts": 8, "calculate_per_token_loss": True, "micro_batch_size": 2}
+DENSE = {"num_experts": 8, "mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "moe_layer_freq": "([0]*8+[1]*8)"}
 TUNED = {"pipeline_model_parallel_size": 3, "tensor_model_parallel_size": 2, "sft": True}
 BETWEEN = {"pipeline_model_parallel_size": 4, "mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et*8|t*8|m|L"}
 ENDS = {"pipeline_model_parallel_size": 2, "num_layers": 48, "decoder_first_pipeline_num_layers": 11}
@@ -118,6 +120,19 @@ NEAR: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "0.19.2",
         "0.15.3",
     ),
+    "auxiliary-losses-divided-by-tensor-parallel-ranks": (
+        {**ROUTED, "tensor_model_parallel_size": 2, "moe_aux_loss_coeff": [0.0, 0.01]},
+        {"moe_aux_loss_coeff": [0.0, 0.0]},
+        "0.18.2",
+        "0.19.0",
+    ),
+    "auxiliary-losses-of-sequences-divided-by-the-microbatch": (
+        {**ROUTED, "moe_router_load_balancing_type": ["seq_aux_loss"]},
+        {"micro_batch_size": 1},
+        "0.16.1",
+        "0.15.3",
+    ),
+    "logs-of-auxiliary-losses-with-multi-token-prediction": (DENSE, {"moe_layer_freq": 1}, "0.16.1", "0.17.0"),
     "sinkhorn-balances-each-rank-alone": (
         {"moe_router_load_balancing_type": ["sinkhorn"], "tensor_model_parallel_size": 2},
         {"moe_router_load_balancing_type": ["aux_loss"]},
@@ -296,6 +311,31 @@ def test_values_that_megatron_sets_by_itself_are_known() -> None:
 def test_multi_token_prediction_between_the_ends(layout: str, between: bool) -> None:
     values = values_of(a_job({**BETWEEN, "pipeline_model_parallel_layout": layout}, framework="megatron-bridge"))
     assert values["prediction_between_the_ends"] is between
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "there"),
+    [({}, False), ({"moe_aux_loss_coeff": 0.01}, True), ({"moe_z_loss_coeff": 1e-3}, True)],
+    ids=["none", "load balancing", "z-loss"],
+)
+def test_auxiliary_losses_of_experts(coefficients: dict[str, Any], there: bool) -> None:
+    assert values_of(a_job(coefficients))["auxiliary_losses_of_experts"] is there
+
+
+@pytest.mark.parametrize(
+    ("changes", "there"),
+    [
+        ({}, True),
+        ({"moe_layer_freq": "([0]*7+[1]*9)"}, False),
+        ({"moe_layer_freq": "([1]*8+[0]*8)"}, False),
+        ({"moe_layer_freq": "([0]*3+[1]*9)"}, False),
+        ({"num_experts": None}, False),
+        ({"moe_layer_freq": 2}, False),
+    ],
+    ids=["first", "one on each", "last, with prediction", "another number of layers", "dense", "every second"],
+)
+def test_a_rank_without_experts(changes: dict[str, Any], there: bool) -> None:
+    assert values_of(a_job({**DENSE, **changes}))["rank_without_experts"] is there
 
 
 def test_local_layers_do_not_sum_the_rotary_key_under_sequence_parallelism_either() -> None:

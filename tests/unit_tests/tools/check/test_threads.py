@@ -476,6 +476,27 @@ NAMED = [
         level=RISK,
     ),
     Broken(
+        f"{MEGATRON}issues/4092",
+        "packed sequences of --sft have no lengths on some tensor-parallel ranks",
+        f"{FLAGS}--num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --sft "
+        "--micro-batch-size 1 --global-batch-size 4",
+        *("risks", "packed-lengths-missing-on-tensor-parallel-ranks"),
+        mend=("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 1"),
+        release="0.17.1",
+    ),
+    Broken(
+        f"{BRIDGE}pull/5380",
+        "multi-token prediction on a stage of its own is in no group of the embedding",
+        bridge(
+            "num_layers: 4, mtp_num_layers: 1, pipeline_model_parallel_layout: "
+            f"[[embedding, decoder, decoder], [decoder, decoder], [mtp], [loss]], {PARALLEL.format(1, 4)}"
+        ),
+        *("risks", "embedding-of-a-stage-between-the-ends"),
+        mend=("[mtp], [loss]", "[decoder], [mtp, loss]"),
+        level=RISK,
+        file="layout.yaml",
+    ),
+    Broken(
         "https://github.com/modelscope/mcore-bridge/pull/104",
         "NaN with multi-token prediction and context parallelism",
         "NPROC_PER_NODE=8 megatron rlhf --num_layers 8 --hidden_size 64 --num_attention_heads 8 --mtp_num_layers 1 "
