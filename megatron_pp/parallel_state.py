@@ -194,7 +194,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def get_backend() -> str:
-    """What carries tensors between pipeline stages: "nccl" if the group has it and there is a GPU, else "gloo"."""
+    """The backend between pipeline stages: "nccl" if the group has it and there is a GPU, else "gloo"."""
     return backend_of(groups.group_of("pp"))
 
 

@@ -30,7 +30,7 @@ class Printed(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name in tables: the title, or the first line."""
+        """The name of the block in tables: the title, or the first line."""
         return self.title or self.text.splitlines()[0]
 
 

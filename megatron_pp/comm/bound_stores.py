@@ -60,7 +60,7 @@ def _bound_socket(host: str, port: int) -> socket.socket | None:
 
 
 def bind_stores() -> None:
-    """From now on, the stores that torch makes in this process listen on the address that is given for them."""
+    """Have the stores that torch makes in this process listen only on the address that is given for them."""
     if "master_listen_fd" not in (inspect.getdoc(_OF_TORCH) or "") + (_OF_TORCH.__init__.__doc__ or ""):
         return  # in this release of torch a store does not take a socket
     for path in _MAKERS:

@@ -122,7 +122,7 @@ _COPIES = 5
 
 
 def copy_rates(device: torch.device) -> tuple[str, float, float]:
-    """What is copied, in words, and the bytes per second to the host and back. On a CPU it is a copy in memory. Waits
+    """A description of the copy, and the bytes per second to the host and back. On a CPU it is a copy in memory. Waits
     for the device."""
     on_device = torch.zeros(_BYTES, dtype=torch.uint8, device=device)
     if device.type == "cuda":

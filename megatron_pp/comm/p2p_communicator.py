@@ -194,7 +194,7 @@ def _operations(shape: Shape, recv_prev: bool = False, recv_next: bool = False, 
 
 
 def _nothing(shapes: Any) -> Any:
-    """What a receive returns where there is no neighbour: None, or a list with one for each shape."""
+    """The result of a receive without a neighbour: None, or a list with one None for each shape."""
     return None if shapes is None or is_single_shape(shapes) else [None] * len(shapes)
 
 

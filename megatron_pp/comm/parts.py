@@ -12,7 +12,7 @@ from megatron_pp.comm.transport import Transport
 
 
 class HandlesCore(Protocol):
-    """What a handle uses of the communicator that keeps it (``communicator.py``: ``P2PCore``)."""
+    """The part that a handle uses of the communicator that keeps it (``communicator.py``: ``P2PCore``)."""
 
     rank: int
     transport: Transport

@@ -23,7 +23,7 @@ Edge = tuple[int, int]
 
 
 class Work(Protocol):
-    """What a posted operation returns; torch's Work has this shape."""
+    """The handle of a posted operation; torch's Work has these methods."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
 

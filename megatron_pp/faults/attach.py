@@ -85,8 +85,8 @@ def close_guard(communicator: P2PCore) -> None:
 
 
 def shared_values(spec: PlanSpec) -> tuple[tuple[str, Any], ...]:
-    """What the ranks of a pipeline have to agree on of a plan: (name, value) of each field. A rank may change the
-    others alone, of which its peers do not know."""
+    """The fields of a plan in which all ranks of a pipeline must be equal: (name, value) of each. One rank may change
+    other fields alone; its peers do not know them."""
     return tuple((name, value) for name, value in spec.values().items() if name not in PRIVATE_FIELDS)
 
 

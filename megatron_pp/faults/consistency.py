@@ -66,7 +66,7 @@ class Agreements:
         return self._made
 
     def description(self, number: int, rank: int) -> Mapping[str, str] | None:
-        """What ``rank`` entered with when agreement ``number`` was made; None if it is no longer kept."""
+        """The description with which ``rank`` entered agreement ``number``; None if it is no longer kept."""
         agreed = self._kept.entries.get(number)
         return None if agreed is None or rank not in agreed.own else {**agreed.common, **agreed.own[rank]}
 

@@ -1,4 +1,4 @@
-"""What a guard does if a step stalls or fails: it finds the cause, tells other ranks, makes every transfer of this rank
+"""Runs if a step stalls or fails: finds the cause, tells other ranks, makes every transfer of this rank
 fail, and decides which error the rank raises. Loaded when a rank fails, or has not moved for some time.
 """
 

@@ -39,7 +39,7 @@ class Follower(Protocol):
 
 
 class FeatureBytes(NamedTuple):
-    """Where a feature changes what a transformer, a ``ModelShape``, takes of one rank's memory. None is as without it.
+    """Changes of a feature to the memory that a transformer (``ModelShape``) takes on one rank. None: no change.
 
     static     parameters, gradients and optimizer states
     shape      the model, of which the stages' activations are

@@ -60,8 +60,8 @@ class Host:
         settings.check()
 
     def compared(self, settings: StepSettings, group: Any) -> tuple[Any, ...]:
-        """What else of the call the step of the pipeline ``group`` depends on. Where shapes vary, stages find them out
-        in each step."""
+        """Further arguments of the call on which the step of the pipeline ``group`` depends. Where shapes vary, stages
+        find them out in each step."""
         inputs = self.inputs
         return () if settings.shapes_vary else (inputs.seq_length, inputs.micro_batch_size, inputs.decoder_seq_length)
 
@@ -124,7 +124,7 @@ class Host:
         check_places(self.inputs.chunks, plan.placement, step.communicator.rank, step.spec.schedule, step.announce)
 
     def described(self, step: Step, plan: Plan) -> dict[str, str]:
-        """What else all ranks of the pipeline have to agree on: name -> text."""
+        """Further values that all ranks of the pipeline must agree on: name -> text."""
         return describe_layers(self.inputs.chunks, plan.placement, step.communicator.rank)
 
     def is_last_stage(self, asked: PlanRequest, plan: Plan) -> list[bool]:

@@ -134,7 +134,7 @@ def taken_over(host: Host, settings: StepSettings) -> Step | None:
 
 
 def _others(host: Host, settings: StepSettings, group: Any) -> tuple[Any, ...]:
-    """What a step depends on besides its settings."""
+    """The values on which a step depends besides its settings."""
     inputs = host.inputs
     return (
         type(host),

@@ -131,7 +131,7 @@ def executor_for(communicator: P2PCore) -> type[PlanExecutor]:
 
 
 def _description(step: Step, host: Host, plan: Plan) -> dict[str, str]:
-    """What all ranks of the pipeline have to agree on, as text; compared when it changes."""
+    """The values that all ranks of the pipeline must agree on, as text; compared when they change."""
     settings, traced = step.settings, step.settings.traced_steps
     described = {
         "p2p_debug": str(step.communicator.wire is not None),

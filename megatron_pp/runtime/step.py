@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class StepRequest:
-    """What a call asks for, checked before there is any communication.
+    """The request of a call, checked before there is any communication.
 
     number            the program's own number of the step, which all ranks compare; None where it gives none
     cp_size           ranks that split a sequence
@@ -62,7 +62,7 @@ class PlanRequest(StepRequest):
 
     @property
     def packs(self) -> str:
-        """What the microbatches of a training step of packed sequences hold, as a digest; "" for other steps."""
+        """A digest of the packs in the microbatches of a training step of packed sequences; "" for other steps."""
         digest = None if self.inputs.forward_only else getattr(self.settings.microbatch_costs, "digest", None)
         return "" if digest is None else digest()
 
@@ -101,7 +101,7 @@ class RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class Step(PlanRequest):
-    """What a call runs. ``is_known``: an earlier call has run it."""
+    """The step that a call runs. ``is_known``: an earlier call has run it."""
 
     of_rank: RankPlan
     is_known: bool = False

@@ -20,7 +20,7 @@ from megatron_pp.runtime.message_shapes import Messages
 
 @dataclass(frozen=True)
 class FeatureRun:
-    """What a feature's part of the engine is made from.
+    """The values from which a feature's part of the engine is made.
 
     steps          what runs a microbatch through a chunk
     shapes         of messages, by part; ``lengths`` of the parts in tokens, () where microbatches are whole
@@ -40,7 +40,7 @@ class FeatureRun:
 
 
 def runners(plan: Plan, features: Sequence[StepHooks], **run: Any) -> list[Feature]:
-    """What runs instructions of ``plan`` that are not the engine's own, from the innermost to the outermost.
+    """The features that run instructions of ``plan`` besides the engine's own, from the innermost to the outermost.
     ``features``: the hooks of the plan's features in this order; ``run``: the other fields of a ``FeatureRun``."""
     found: list[Feature] = []
     given = FeatureRun(plan, outer=found, **run)
@@ -52,7 +52,7 @@ def runners(plan: Plan, features: Sequence[StepHooks], **run: Any) -> list[Featu
 
 
 class StepHooks:
-    """Where a feature takes part in steps that have it. It holds no state, and by default does nothing."""
+    """The hooks of a feature in steps that have it. They hold no state, and by default do nothing."""
 
     def why_not_in_megatron(self, settings: StepSettings) -> str:
         """Why Megatron's models cannot have it; empty where they can."""
@@ -72,9 +72,9 @@ class StepHooks:
         return None
 
     def steps(self) -> type[ModelSteps] | None:
-        """What runs a microbatch through a chunk, in place of ``ModelSteps``."""
+        """The class that runs a microbatch through a chunk, in place of ``ModelSteps``."""
         return None
 
     def runner(self, run: FeatureRun) -> Feature | None:
-        """What runs its instructions."""
+        """The object that runs the feature's instructions."""
         return None

@@ -127,7 +127,7 @@ def read_rank_trace(path: str | Path) -> RankTrace:
 
 
 def parse_rank_trace(text: str, path: str | Path) -> RankTrace:
-    """As ``read_rank_trace``, for the text of a file. ``path`` names the file in errors."""
+    """Parse the text of a file as ``read_rank_trace`` does. ``path`` names the file in errors."""
     lines = text.split("\n")
     if not lines[0]:
         raise FileFormatError(f"{path}: the file is empty")

@@ -9,7 +9,7 @@ from megatron_pp.plan.ir.instruction import Instruction
 
 
 class Observer(Protocol):
-    """Its methods are called before and after each instruction of a step."""
+    """An object whose methods are called before and after each instruction of a step."""
 
     def begin(self, at: Instruction) -> None: ...
 

@@ -77,7 +77,7 @@ def step_observer(step: Any) -> StepObserver:
 
 
 class Keeper:
-    """What recorded steps are for. ``keep`` takes each once its times are known: on CPUs when the step is over, on GPUs
+    """Takes recorded steps. ``keep`` takes each once its times are known: on CPUs when the step is over, on GPUs
     in ``resolve_pending``. Times are nanoseconds of ``clock``."""
 
     transport: Transport

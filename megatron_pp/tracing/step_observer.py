@@ -27,5 +27,5 @@ class StepObserver:
         """Called when gradients are finalised. ``guard`` is the fault guard of the step, or None."""
 
     def description(self, plan: Plan, splits: bool) -> dict[str, str]:
-        """What else ranks have to agree on: name -> text. ``splits``: whether the model splits its backward."""
+        """Further values that ranks must agree on: name -> text. ``splits``: whether the model splits its backward."""
         return {}

@@ -50,7 +50,7 @@ class Fault(NamedTuple):
 
 
 class InjectedError(Exception):
-    """What a user's code raises."""
+    """The error that a user's code raises."""
 
 
 class Trigger:

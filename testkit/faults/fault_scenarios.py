@@ -75,7 +75,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Report:
-    """What happened on one rank. ``samples``: resident memory in bytes, every ``sample_every`` steps. ``error``: type
+    """The outcome on one rank. ``samples``: resident memory in bytes, every ``sample_every`` steps. ``error``: type
     name, text and attributes of the schedule's exception, None if there is none. ``raised_at``: its time on
     CLOCK_MONOTONIC, one clock for all processes of a machine. ``wrong_steps``: steps whose losses or gradients differ
     from the reference's in any bit."""

@@ -1,4 +1,4 @@
-"""Faults in what is compared before a call takes over what an earlier one has found: one thing is left out."""
+"""Faults in the comparison before a call reuses the results of an earlier one: one value is left out."""
 
 from __future__ import annotations
 

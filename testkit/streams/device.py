@@ -87,7 +87,7 @@ def is_quiet() -> bool:
 
 
 class Network(Protocol):
-    """What connects the devices. ``timelines`` numbers the timelines of all devices. ``log`` records the hosts' calls.
+    """Connects the devices. ``timelines`` numbers the timelines of all devices. ``log`` records the hosts' calls.
     ``num_devices``: how many the machine has. With ``looks_for_races`` devices record the uses of memory."""
 
     timelines: Iterator[int]

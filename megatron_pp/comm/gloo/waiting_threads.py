@@ -171,7 +171,7 @@ class ChannelThreads:
             later.clear()
 
     def close(self) -> None:
-        """As ``end``; logs the threads that stay."""
+        """Call ``end``, and log the threads that stay."""
         stuck = self.end()
         if stuck:
             logger.warning(

@@ -91,7 +91,7 @@ _WORDS = {
 
 
 def doing(at: Instruction) -> str:
-    """What a rank does in ``at``, in words: ``waits for the activation of chunk 1, microbatch 3 from rank 1``."""
+    """What a rank does in ``at``, described: ``waits for the activation of chunk 1, microbatch 3 from rank 1``."""
     if at.op in _WORDS:
         return _WORDS[at.op].format(where=at.where, peer=at.peer)
     if at.op in ins.SEND_OPS:

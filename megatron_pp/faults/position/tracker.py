@@ -70,7 +70,7 @@ class Tracker:
         self.after = ""
 
     def end(self, after: str = "") -> None:
-        """What ``begin`` began is over for the host; ``after``: what follows is watched."""
+        """End for the host what ``begin`` began. ``after``: the next phase, if it is watched."""
         self.is_entering = False
         self._done = (self.step, self._changes)
         self.after = after if len(self._around) == 1 else ""
@@ -89,7 +89,7 @@ class Tracker:
         """The host has issued the current instruction or, with ``phase``, what it does outside the plan."""
 
     def where(self) -> Place | None:
-        """What the device is in or, if it has done all, the host; None outside steps."""
+        """The place of the device or, if it has finished, of the host; None outside steps."""
         return self.of_host()
 
     def host(self) -> tuple[int, float]:

@@ -1,1 +1,1 @@
-"""What ranks publish in the job's store, and what this rank knows of the others from it."""
+"""Records that ranks publish in the job's store, and what this rank has read of the others."""

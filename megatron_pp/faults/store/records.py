@@ -54,7 +54,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a rank entered a step with: field name -> value as text."""
+    """The description with which a rank entered a step: field name -> value as text."""
 
     step: int
     description: dict[str, str]

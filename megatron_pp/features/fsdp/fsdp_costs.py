@@ -1,4 +1,4 @@
-"""What the collectives of a rank and its data-parallel replicas take in the simulator."""
+"""Times in the simulator of the collectives of a rank and its data-parallel replicas."""
 
 from typing import Any
 

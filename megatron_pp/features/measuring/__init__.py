@@ -1,1 +1,1 @@
-"""What a model costs on its machines, measured in its own run (``measure``)."""
+"""Measures a model's costs on its machines, in its own run (``measure``)."""

@@ -89,7 +89,7 @@ class OnModules(Host):
         return plan
 
     def check(self, asked: PlanRequest) -> None:
-        """What models of one module cannot do does not count."""
+        """Check nothing: the checks are for models of one module."""
 
     def has_features(self, plan: Plan) -> bool:
         return True

@@ -35,7 +35,7 @@ _HERE = {FORWARD: rules.F_HERE, BACKWARD: rules.B_HERE}
 
 @collector_paused()
 def verify_modules(plan: Plan, device: Collection[str] | None = None) -> Verdict:
-    """As ``verify``, for a plan of ``modules_plan``: raises PlanError if it is incomplete, hangs, or reads, frees or
+    """``verify`` for a plan of ``modules_plan``: raises PlanError if it is incomplete, hangs, or reads, frees or
     receives wrongly. ``device``: the DEVICE_RULES that hold, by default those for which it was lowered."""
     found = plan.spec.device if device is None else checked_device(device)
     if STATIC_BUFFERS in found:

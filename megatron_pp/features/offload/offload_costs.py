@@ -1,4 +1,4 @@
-"""What copies between device and host take in the simulator."""
+"""Times in the simulator of copies between device and host."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an output layer costs, whole or split over all ranks, and what its collectives take in the simulator."""
+"""Costs of an output layer, whole or split over all ranks, and times of its collectives in the simulator."""
 
 import math
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ COSTS = _Costs()
 
 
 class _Collectives(Charges):
-    """They go over no link of their own, from the root or to it, and start when all ranks have posted them."""
+    """The collectives of the layer. They use no link of their own, and start when all ranks have posted them."""
 
     def transfer(self, ends: Gathering, now: float) -> Transfer:
         op = ends[0].at.op

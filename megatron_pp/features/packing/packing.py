@@ -25,7 +25,7 @@ def pair_cost(hidden_size: int, ffn_hidden_size: int) -> float:
 
 @dataclass(frozen=True)
 class PackingRules:
-    """How sequences are packed.
+    """The rules by which sequences are packed.
 
     ranks        number of pipelines, which is data- times context-parallel ranks; a power of two
     rank_tokens  the most tokens of one microbatch that a rank holds. Its memory is then that of microbatches of this

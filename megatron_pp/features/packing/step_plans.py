@@ -113,7 +113,7 @@ class StepPlans(StepObserver):
         raise NotImplementedError
 
     def description(self, plan: Plan, splits: bool) -> dict[str, str]:
-        """What ranks compare, because each of them has searched the plan by itself."""
+        """The fields that ranks compare, because each of them has searched the plan by itself."""
         options = {name: getattr(plan.spec, name) for name in sorted(PRIVATE_FIELDS)}
         text = ", ".join(f"{name}={value}" for name, value in options.items())
         return {

@@ -95,7 +95,7 @@ class SequenceSlice:
 
     @property
     def share(self) -> float:
-        """Its share of the sequence's tokens."""
+        """The slice's share of the sequence's tokens."""
         return (self.stop - self.start) / self.length
 
     def of(self, tensor: Tensor, dim: int) -> Tensor:

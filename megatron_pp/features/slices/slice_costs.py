@@ -1,4 +1,4 @@
-"""What the slices of a sequence cost under causal attention, and where to cut it so that all cost the same.
+"""Costs of the slices of a sequence under causal attention, and the cuts with which all cost the same.
 
 A token's linear layers cost the same everywhere; its attention reads all tokens before it. With ``attention``
 the share that attention has in the time of a whole sequence, its first part, a fraction x of the tokens, costs
@@ -31,7 +31,7 @@ def slice_lengths(seq_length: int, slices: int, attention: float = 0.0, multiple
 
 
 def slice_shares(lengths: Sequence[int], attention: float = 0.0) -> tuple[float, ...]:
-    """What slices of these lengths cost, as shares of the whole sequence. Raises PlanError for an impossible share."""
+    """Costs of slices of these lengths, as shares of the whole sequence. Raises PlanError for an impossible share."""
     check_share(attention)
     if attention == 0 and len(set(lengths)) == 1:
         return (1 / len(lengths),) * len(lengths)

@@ -1,4 +1,4 @@
-"""What slices of a sequence take of the times of a plan's costs."""
+"""Shares of the times in a plan's costs that slices of a sequence take."""
 
 from megatron_pp.features.slices.slice_costs import check_share, slice_shares
 from megatron_pp.plan.costs.cost_hooks import CostHooks

@@ -1,4 +1,4 @@
-"""What a program is told at its end, if none of its steps has run through the engine after `install()`."""
+"""The warning at a program's end, if none of its steps has run through the engine after `install()`."""
 
 import logging
 import sys

@@ -126,7 +126,7 @@ def check_graph_order(spec: PlanSpec, interleaved: bool, group_size: int = 0) ->
 
 
 def check_offload_order(spec: PlanSpec, interleaved: bool, group_size: int = 0) -> None:
-    """As `check_graph_order`, for ``fine_grained_activation_offloading``. It compares forwards with forwards, and
+    """Check the order of ``fine_grained_activation_offloading``. It compares forwards with forwards, and
     backwards with backwards."""
     if spec.forward_only or spec.pipeline_size == 1:
         return

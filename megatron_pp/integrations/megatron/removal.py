@@ -1,4 +1,4 @@
-"""What `uninstall()`, and the end of a block of `installed()`, undo."""
+"""Undoes `install()`, for `uninstall()` and the end of a block of `installed()`."""
 
 import sys
 from collections.abc import Iterator

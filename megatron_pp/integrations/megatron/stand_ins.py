@@ -33,7 +33,7 @@ logger = logging.getLogger("megatron_pp")
 
 @dataclass
 class Plugin:
-    """What the installed schedules share: the settings of `install()`, whether one was called, and what was logged."""
+    """State of the installed schedules: the settings of `install()`, whether one was called, and what was logged."""
 
     megatron: Megatron
     settings: InstallSettings

@@ -1,4 +1,4 @@
-"""What ranks with torch's stages tell each other before a step, by collectives of the pipeline's group."""
+"""Exchanges between ranks with torch's stages before a step, by collectives of the pipeline's group."""
 
 from __future__ import annotations
 

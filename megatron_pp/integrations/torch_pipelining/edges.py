@@ -54,7 +54,7 @@ class EdgeFinder:
         self.trains = trains
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Edge]:
-        """What each stage but the last passes to the next one. ``args``, ``kwargs``: of the first microbatch.
+        """The tensors that each stage passes to the next one. ``args``, ``kwargs``: of the first microbatch.
 
         If a stage's forward raises, raises RefusedError with its error, on other ranks with a ScheduleInputError."""
         last = self.placement.num_stages - 1

@@ -1,4 +1,4 @@
-"""What two stages give each other for one microbatch: any number of tensors, each of its own shape and dtype.
+"""Messages between two stages for one microbatch: any number of tensors, each of its own shape and dtype.
 
 The engine moves one value per (stage, microbatch); here it is a ``Hop``, which the engine does not look into.
 ``HopRunner`` runs the instructions that move hops: one message per tensor, in the order of the tensors, on the channel
@@ -107,7 +107,7 @@ class HopRunner:
             _make_contiguous(self.engine.input_grads.get(at.key))
 
     def requests(self, at: Task) -> list[Send | Receive]:
-        """What ``at`` posts: one request per tensor, or per tensor that has a gradient."""
+        """The requests that ``at`` posts: one per tensor, or per tensor that has a gradient."""
         engine = self.engine
         forward = at.op in (ins.SEND_F, ins.RECV_F)
         edge = self.edges[at.stage if at.op in (ins.SEND_F, ins.RECV_B) else at.stage - 1]

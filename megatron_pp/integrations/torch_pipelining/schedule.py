@@ -53,7 +53,7 @@ def our_name(schedule: str) -> str:
 
 
 class _Found(NamedTuple):
-    """What stages pass to each other, with the ``signature`` of this rank for which it was found."""
+    """The messages between stages, with the ``signature`` of this rank for which it was found."""
 
     signature: tuple[Any, ...]
     edges: list[Edge]
@@ -121,7 +121,7 @@ class PlanSchedule:
 
     @property
     def pipeline_order(self) -> dict[int, list[Any]]:
-        """What each rank computes, as torch's actions; None for an idle slot. torch's ``_PipelineScheduleRuntime``
+        """Each rank's compute order as torch's actions; None for an idle slot. torch's ``_PipelineScheduleRuntime``
         takes it."""
         shape = self.placement.pipeline_size, self.placement.num_chunks, self.n_microbatches
         group_size = self.config.microbatch_group_size_per_vp_stage or 0

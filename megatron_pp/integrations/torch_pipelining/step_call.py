@@ -27,7 +27,7 @@ from megatron_pp.runtime.step import Step
 
 
 class StagesOfRank(Protocol):
-    """What a step needs of a ``PlanSchedule``, whose documentation explains the fields."""
+    """The fields that a step needs of a ``PlanSchedule``, whose documentation explains the fields."""
 
     calls: list[Any]
     group: Any

@@ -1,1 +1,1 @@
-"""What compute, messages and memory cost."""
+"""Costs of compute, messages and memory."""

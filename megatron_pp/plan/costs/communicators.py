@@ -1,4 +1,4 @@
-"""What a process takes of its GPU's memory beside what torch allocates: NCCL's communicators and the CUDA context.
+"""GPU memory that a process takes beside what torch allocates: NCCL's communicators and the CUDA context.
 
 Sizes are of NVLink; the page "Inside" says where they are from and how to lower them.
 """

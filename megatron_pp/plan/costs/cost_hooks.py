@@ -1,4 +1,4 @@
-"""What features add to the costs of a plan: which costs there are, and the hooks that know what these mean."""
+"""Costs that features add to the costs of a plan, and the hooks that know their meaning."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MeasuredSettings(AddedSettings):
 
 
 class CostHooks(Generic[Costs]):
-    """What a feature's costs mean. It holds no state, and by default they mean nothing."""
+    """The meaning of a feature's costs. It holds no state; by default the costs have no effect."""
 
     def check(self, costs: Costs) -> None:
         """Raises PlanError for what cannot be."""
@@ -51,7 +51,7 @@ class CostHooks(Generic[Costs]):
         return costs
 
     def times(self, costs: Costs) -> Mapping[str, float]:
-        """What its compute operations take on every stage."""
+        """The times of the feature's compute operations on every stage."""
         return {}
 
     def parts(self, costs: Costs, parts: int) -> tuple[float, ...] | None:

@@ -1,4 +1,4 @@
-"""What was measured of a model on its machines: the input of the schedule ``auto``, and the file that holds it."""
+"""Values measured of a model on its machines: the input of the schedule ``auto``, and the file that holds it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Measured(MeasuredSettings):
 
     @property
     def each_link(self) -> dict[tuple[int, int], float]:
-        """What a transfer takes, by (source, target); only links that ``links`` lists."""
+        """The time of a transfer, by (source, target); only links that ``links`` lists."""
         return {(source, target): time for source, target, time in self.links or ()}
 
     def memory(self, placement: Placement) -> MemoryModel:
@@ -173,7 +173,7 @@ class TransferTimes:
 
     @property
     def link(self) -> Link:
-        """What every link is like."""
+        """The latency and bandwidth of every link."""
         return _link(self.latency, self.bandwidth)
 
     @property
@@ -197,7 +197,7 @@ class CopyRates:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What ran when it was measured. Times are medians over ``steps`` training steps."""
+    """The plan that ran during the measurement. Times are medians over ``steps`` training steps."""
 
     steps: int = 0
     schedule: str = ""
@@ -219,7 +219,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class MeasuredFile:
-    """What ``config.measure`` writes: the fields of a Measured, and sections that may be missing.
+    """The file that ``config.measure`` writes: the fields of a Measured, and sections that may be missing.
 
     units    of all numbers; without them times are in any one unit, and ``advise`` takes ms and GB
     network  transfers by size

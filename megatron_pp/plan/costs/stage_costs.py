@@ -1,4 +1,4 @@
-"""What a plan's instructions cost: compute and memory per stage, transfers per directed link.
+"""Costs of a plan's instructions: compute and memory per stage, transfers per directed link.
 
 Times are in one unit of the caller's choice, the same everywhere.
 """
@@ -144,7 +144,7 @@ class StageCosts(CostSettings):
         return next((shares for shares in found if shares is not None), (1.0, 1.0))
 
     def of_microbatches(self, count: int) -> tuple[float, ...]:
-        """What each of ``count`` microbatches costs of these times. Raises PlanError where others are given."""
+        """The cost of each of ``count`` microbatches in these times. Raises PlanError for another count."""
         if not self.microbatches:
             return (1.0,) * count
         if len(self.microbatches) != count:
@@ -220,7 +220,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """What a transfer between two ranks costs.
+    """The cost of a transfer between two ranks.
 
     activation_bytes, gradient_bytes  size of a message of a whole microbatch; a gradient's by default the activation's
     link    every directed link that ``links`` does not name

@@ -1,4 +1,4 @@
-"""What transports do, which the simulator, estimates of memory and the transport itself have to agree on."""
+"""Numbers of transports that the simulator, estimates of memory and the transports themselves share."""
 
 GLOO_DETACHED_BYTES = 256 * 1024
 """On gloo, one-way channels for activations of at least this size get a connection of their own, and a thread that

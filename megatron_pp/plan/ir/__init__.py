@@ -1,1 +1,1 @@
-"""What a plan is made of: instructions, dataflow, placement, spec, programs."""
+"""The parts of a plan: instructions, dataflow, placement, spec, programs."""

@@ -1,4 +1,4 @@
-"""What the proof of an accepted plan covers: its rules, device, spec and programs."""
+"""The scope of the proof of an accepted plan: its rules, device, spec and programs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _for_json(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What ``verify`` has proven of a plan.
+    """A record of what ``verify`` has proven of a plan.
 
     rules    keys of ``PROOFS``, in its order
     device   the rules of the device among them, without rendezvous

@@ -1,4 +1,4 @@
-"""What a feature adds to plans: rows for the core's tables, and hooks that are called when plans are made and verified.
+"""Additions of a feature to plans: rows for the core's tables, and hooks for when plans are made and verified.
 Both are in modules of its folder, which are loaded if a plan has the feature (docs/adding_an_instruction.md).
 """
 
@@ -159,7 +159,7 @@ def hooks_asked_by(config: Any, joins: bool = False) -> tuple[PlanHooks, ...]:
 
 
 def part_word() -> str:
-    """What the feature calls a part of a microbatch."""
+    """The feature's word for a part of a microbatch."""
     return words_of_features("part_word") or "part"
 
 

@@ -200,7 +200,7 @@ class Plan:
 
     @property
     def certificate(self) -> Certificate | None:
-        """What ``verify`` has proven of this plan; None for an unverified plan, and for a copy with other programs."""
+        """This plan's certificate from ``verify``; None for an unverified plan, and for a copy with other programs."""
         return self.proof if self.proof is not None and self.proof.programs is self.programs else None
 
     @collector_paused()

@@ -190,7 +190,7 @@ class _ScheduledRank:
         return instruction(WEIGHT_GRAD, *self.weights[0])
 
     def _eligible(self, heads: list[tuple[float, str, int, int]], now: float) -> list[tuple[float, str, int, int]]:
-        """Of the next operation of each kind, those that may run now, best first."""
+        """The next operations of each kind that may run now, best first."""
         if not heads:
             return []
         first_slot, op, chunk, mb = heads[0]

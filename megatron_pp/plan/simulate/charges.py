@@ -22,7 +22,7 @@ CHARGED = {op for op, row in ROW_OF.items() if row.costs} - _BY_THE_CORE
 
 
 class SimulatedRank:
-    """What is recorded of one rank, and what it has posted.
+    """The recorded times of one rank, and its posted transfers.
 
     beside        what runs beside the program, under the instruction that posted it
     beside_until  when all of it is over that a device's synchronisation waits for
@@ -56,7 +56,7 @@ class SimulatedRank:
 
 
 class SimulatedStep(Protocol):
-    """What the simulator lets a feature read and do.
+    """The interface of the simulator for features.
 
     now        the time
     shares     of each part of a microbatch in the times of ``costs``, by ``Instruction.part``
@@ -72,13 +72,13 @@ class SimulatedStep(Protocol):
     ranks: list[SimulatedRank]
 
     def time_of(self, one: Instruction) -> float:
-        """What a compute operation takes."""
+        """The time of a compute operation."""
 
     def post(self, me: SimulatedRank, at: Instruction) -> Entry:
         """``me`` posts a send, a receive, a BATCH or a collective."""
 
     def in_front_of(self, entry: Entry) -> Entry | None:
-        """What holds back all that follows ``entry``, which was just posted, on its rank."""
+        """The entry that holds back all that follows ``entry``, which was just posted, on its rank."""
 
 
 class Charges:

@@ -32,7 +32,7 @@ RECOMPUTE = (NONE, SELECTIVE, FULL)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides a transformer's memory. Sizes are of the whole model, before any parallel split.
+    """Sizes that decide a transformer's memory. They are of the whole model, before any parallel split.
 
     num_layers, hidden_size, num_attention_heads, ffn_hidden_size (None: 4 h), vocab_size (0: no embedding and head)
     seq_length, micro_batch_size
@@ -83,7 +83,7 @@ class ModelShape:
 
     @property
     def layer_bytes(self) -> float:
-        """What one layer keeps of one microbatch between its forward and its backward."""
+        """Bytes that one layer keeps of one microbatch between its forward and its backward."""
         unit = self.tokens * self.hidden_size * self.element_bytes / 2  # the paper counts 2 bytes an element
         t = self.tensor_parallel
         outside = t if self.sequence_parallel else 1
@@ -101,14 +101,14 @@ class ModelShape:
 
     @property
     def layer_key_value_bytes(self) -> float:
-        """What attention reads of other tokens in one layer and microbatch: its keys, and its values. They are part of
+        """Bytes that attention reads of other tokens in one layer and microbatch: keys and values. They are part of
         ``layer_bytes`` unless the layer is recomputed.
         """
         return 2 * self.tokens * self.hidden_size * self.element_bytes / self.tensor_parallel
 
     @property
     def layer_weight_grad_bytes(self) -> float:
-        """What a layer holds of a microbatch between input and weight gradients: inputs and output gradients of its
+        """Bytes a layer holds per microbatch between input and weight gradients: inputs and output gradients of its
         four linear maps (two of each are whole on every tensor-parallel rank).
         """
         unit = self.tokens * self.hidden_size * self.element_bytes / 2
@@ -145,14 +145,14 @@ class ModelShape:
         return layers
 
     def kept_bytes(self, stage: int, num_stages: int) -> float:
-        """What a stage keeps of one microbatch between forward and backward, without its input (a pipeline tensor)."""
+        """Bytes that a stage keeps per microbatch from forward to backward, without its input (a pipeline tensor)."""
         kept = self.layers_per_stage(num_stages) * self.layer_bytes
         if stage > 0:
             kept = max(0.0, kept - self.message_bytes)
         return kept + (self.logits_bytes if stage == num_stages - 1 else 0.0)
 
     def kept_for_weights(self, stage: int, num_stages: int) -> float:
-        """What a stage holds of a microbatch from its input gradients until its weight gradients are done."""
+        """Bytes that a stage holds of a microbatch from its input gradients until its weight gradients are done."""
         kept = self.layers_per_stage(num_stages) * self.layer_weight_grad_bytes
         if self.vocab_size and stage == 0:  # the output gradient of the embedding
             kept += self.message_bytes
@@ -171,7 +171,7 @@ class ModelShape:
         return 4 * self.tokens * self.vocab_size / self.tensor_parallel
 
     def parameters(self, stages: Sequence[int], num_stages: int, output_share: float | None = None) -> float:
-        """Their number on a rank that holds ``stages``. ``output_share``: its share of the output layer."""
+        """The number of parameters on a rank that holds ``stages``. ``output_share``: its share of the output layer."""
         parameters = self.layers_per_stage(num_stages) * self.layer_parameters * len(stages)
         table = self.vocab_size * self.hidden_size / self.tensor_parallel
         share = (num_stages - 1 in stages) if output_share is None else output_share
@@ -263,7 +263,7 @@ def rank_memory(plan: Plan, rank: int, shape: ModelShape, deallocate: bool = Tru
 
 
 def _further(added: Sequence[FeatureBytes], count: int) -> tuple[Iterator[float], Iterator[float]]:
-    """What features add to activations, and to parameters and gradients, after each of ``count`` instructions."""
+    """Bytes that features add to activations, and to parameters and gradients, after each of ``count`` instructions."""
     kept = [one.kept for one in added if one.kept is not None]
     whole = [one.whole for one in added if one.whole is not None]
     return _sums(kept, count), _sums(whole, count)

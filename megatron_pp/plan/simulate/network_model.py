@@ -68,7 +68,7 @@ class TimedQueues(QueueMachine):
         self._start_met(now)
 
     def activate(self, entry: Entry, now: float) -> None:
-        """As in every queue machine; on gloo receives are announced first, in order."""
+        """Activate an entry, as every queue machine does. On gloo receives are announced first, in order."""
         for end in entry.ends:
             if end.is_send or not self.announces_late:
                 self.meet(end)

@@ -130,7 +130,7 @@ class SimulatedRun(DeviceRanks):
         return end
 
     def time_of(self, one: Instruction) -> float:
-        """What a compute operation takes."""
+        """The time of a compute operation."""
         return self.costs.of(one.op, one.stage) * self.shares[one.part] * self.of_mb[one.mb]
 
     def _synchronise(self, me: SimulatedRank) -> Iterator[Entry | float]:
@@ -147,7 +147,7 @@ class SimulatedRun(DeviceRanks):
             yield me.beside_until
 
     def _awaited(self, me: SimulatedRank, at: Instruction) -> Entry:
-        """What a WAIT or FREE waits for."""
+        """The transfer that a WAIT or FREE waits for."""
         message = message_of(at)
         if self.late_receives and at.op in ins.WAIT_OPS and message not in me.posted:
             self.post(me, at._replace(op=POST_OF[at.op]))
@@ -167,7 +167,7 @@ class SimulatedRun(DeviceRanks):
         return entry
 
     def _plan_network_events(self) -> None:
-        """What the network will do of itself because of what was just posted or has just ended."""
+        """Plan the network's next events, after a transfer was posted or has ended."""
         for arrival in self.queues.started:
             if isinstance(arrival.meeting, Meeting):
                 self.log.append(arrival.transfer)

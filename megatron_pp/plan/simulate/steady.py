@@ -24,7 +24,7 @@ _CLOSE = 1e-9
 
 @dataclass(frozen=True)
 class SteadyStep:
-    """What one of many steps takes, in the unit of the costs. The optimizer step itself takes no time.
+    """The time of one of many steps, in the unit of the costs. The optimizer step itself takes no time.
 
     period  from a rank's start of a step to its start of the next one, on average over the last steps
     busy    compute of one step, per rank

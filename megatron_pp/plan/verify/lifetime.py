@@ -75,7 +75,7 @@ class _Move(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What an op of one chunk needs and does. ``moves``: facts before it -> what it does then."""
+    """The needs and effects of an op of one chunk. ``moves``: facts before it -> what it does then."""
 
     needs: int
     adds: int
@@ -171,7 +171,7 @@ class LifetimeWalk:
         return together
 
     def _move(self, at: Instruction, step: Step, before: int) -> _Move:
-        """What ``at`` does. It holds for all instructions of its step that find the same facts. Raises PlanError."""
+        """The effect of ``at``, also of all instructions of its step that find the same facts. Raises PlanError."""
         needs, twice = step.needs, step.adds & before
         for fact, (ops, others) in self.then.items():
             if before & fact and at.op in ops:
@@ -191,7 +191,7 @@ class LifetimeWalk:
         return move
 
     def step(self, at: Instruction) -> Step:
-        """What all instructions of this op and chunk have in common. Raises PlanError if ``at`` is not one of them."""
+        """The step shared by all instructions of this op and chunk. Raises PlanError if ``at`` is not one of them."""
         stage, peer = self.placement.site(self.rank, at.op, at.chunk)
         if (at.stage, at.peer) != (stage, peer):
             raise self._error(

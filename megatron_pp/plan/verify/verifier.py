@@ -23,7 +23,7 @@ _RUN = COMPUTE_OPS | COPY_OPS
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an accepted plan needs on each rank.
+    """The needs of an accepted plan on each rank.
 
     ranks        peaks of live pipeline tensors
     certificate  what was proven, and for which programs

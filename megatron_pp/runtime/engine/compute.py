@@ -95,7 +95,7 @@ def backward_through(
 
 
 def run_backward(roots: Sequence[Root], grads: Sequence[torch.Tensor | None]) -> None:
-    """As ``accumulate``. Raises ValueError if a gradient is None and the output is not known to have one element."""
+    """Like ``accumulate``. Raises ValueError if a gradient is None and the output is not known to have one element."""
     filled = []
     for root, grad in zip(roots, grads, strict=True):
         if grad is None:

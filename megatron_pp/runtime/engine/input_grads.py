@@ -24,7 +24,7 @@ def ready_to_send(grad: Activation, given: Activation, at: Task) -> Activation:
 
 
 def used_outputs(outputs: Activation, grads: list[Any]) -> tuple[Activation, Activation]:
-    """Of a hand-off on one rank: the outputs that the next stage has used, with their gradients. None for the gradients
+    """The outputs of a hand-off on one rank that the next stage has used, with their gradients. None for the gradients
     if it has used none."""
     if not _is_any_there(grads):
         return outputs, None

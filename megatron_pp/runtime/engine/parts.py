@@ -1,4 +1,4 @@
-"""What the engine sees of what it is given. For type checkers alone."""
+"""Protocols of the objects that the engine is given. For type checkers alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_pp.runtime.engine.compute import Activation
 
 
 class Steps(Protocol):
-    """What the engine calls; ``chunk`` is the chunk's index on this rank, ``mb`` the microbatch."""
+    """The functions that the engine calls; ``chunk`` is the chunk's index on this rank, ``mb`` the microbatch."""
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
         """Run the chunk; on the last stage return the scaled loss."""

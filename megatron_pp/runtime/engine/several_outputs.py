@@ -1,4 +1,4 @@
-"""Where the backward of a stage begins that gives several tensors, or none."""
+"""The begin of the backward of a stage that gives several tensors, or none."""
 
 from collections.abc import Callable
 from typing import Any

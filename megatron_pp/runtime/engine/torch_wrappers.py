@@ -1,4 +1,4 @@
-"""What torch's DistributedDataParallel needs in a pipeline."""
+"""Support for torch's DistributedDataParallel in a pipeline."""
 
 from torch.nn.parallel import DistributedDataParallel
 

@@ -1,1 +1,1 @@
-"""What torch and CUDA's runtime library do on a virtual device: streams, tensors, operations and graphs."""
+"""torch and CUDA's runtime library on a virtual device: streams, tensors, operations and graphs."""

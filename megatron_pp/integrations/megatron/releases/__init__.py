@@ -1,1 +1,1 @@
-"""What differs between releases of Megatron-core, and which functions of a release the plug-in knows."""
+"""Differences between releases of Megatron-core, and the functions of a release that the plug-in knows."""

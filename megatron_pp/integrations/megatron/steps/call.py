@@ -197,7 +197,7 @@ class MegatronHost(Host):
         )
 
     def step_number(self, settings: StepSettings) -> int | None:
-        """Where the config gives none, the iteration of Megatron's own training loop."""
+        """The config's number; if it gives none, the iteration of Megatron's own training loop."""
         given = super().step_number(settings)
         return self.megatron.current_iteration() if given is None else given
 

@@ -22,7 +22,7 @@ _SCALES = (
 
 
 class MicrobatchSteps:
-    """What runs microbatches of a step of Megatron's. `record` holds the reports of the loss function and this rank's
+    """Runs the microbatches of a step under Megatron. `record` holds the reports of the loss function and this rank's
     number of tokens.
     """
 

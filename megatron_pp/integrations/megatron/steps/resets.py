@@ -1,4 +1,4 @@
-"""What Megatron-core's schedules reset before and after a step, for settings that few models have."""
+"""Resets that Megatron-core's schedules do before and after a step, for settings that few models have."""
 
 from __future__ import annotations
 

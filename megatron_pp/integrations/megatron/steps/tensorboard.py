@@ -21,8 +21,8 @@ NAMES = ("pipeline/bubble {}", "pipeline/exposed wait {} (ms)", "pipeline/time {
 
 
 def scalars(every: int) -> TensorBoardScalars | None:
-    """What writes the metrics of every ``every``-th step; None where there is no writer. Megatron's training loop makes
-    one on the last rank of the job, with `--tensorboard-dir`."""
+    """The sink that writes every ``every``-th step's metrics; None without a writer. Megatron's training loop makes a
+    writer on the last rank of the job, with `--tensorboard-dir`."""
     module: Any = sys.modules.get(_WRITERS)
     writer = None if module is None else module.get_tensorboard_writer()
     if writer is not None or getattr(getattr(module, "_GLOBAL_ARGS", None), "tensorboard_dir", None):

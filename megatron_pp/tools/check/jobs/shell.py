@@ -59,7 +59,7 @@ def read_shell(path: str) -> Command:
 
 @dataclass
 class _Seen:
-    """What the statements that were read have left.
+    """The state after the statements that were read.
 
     joint     what is between the previous statement and this one, such as ``&&``
     before    whether the previous statement succeeded; None if that is not known

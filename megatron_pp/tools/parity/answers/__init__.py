@@ -1,1 +1,1 @@
-"""What two records say: equal or not, which part of the layout differs, and the answer as text, page and file."""
+"""The answer from two records: equal or not, the part of the layout that differs; as text, page and file."""

@@ -1,1 +1,1 @@
-"""What a rank computes and leaves behind in its training steps, written down by names in the whole model."""
+"""Records of the values that a rank computes in its training steps, by names in the whole model."""
