@@ -144,7 +144,7 @@ def test_exit_codes(checked: Callable[[str], Said], tmp_path: Path) -> None:
     (tmp_path / "gpt.yaml").write_text(RIGHT + "made_up: 3\n")
     said = checked("--gpus 4 gpt.yaml")
     assert said.code == 3
-    assert "not known and were not read: made_up" in said.out
+    assert "not known and was not read: made_up" in said.out
     assert checked("--gpus 4 --strict gpt.yaml").code == 1
 
 

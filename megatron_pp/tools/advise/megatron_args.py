@@ -38,8 +38,13 @@ def read_megatron_args(text: str) -> dict[str, Any]:
         if switched is not False:
             found[_OLD_NAMES.get(name, name)] = " ".join(values) if values and switched is None else True
     if not found:
-        raise PlanError(f"{text[:60]!r} has no argument of Megatron; write arguments as --num-layers 32")
+        raise no_arguments(text)
     return _with_layers(found)
+
+
+def no_arguments(text: str) -> PlanError:
+    """The error for a text without Megatron's arguments."""
+    return PlanError(f"{text[:60]!r} has no argument of Megatron; write arguments as --num-layers 32")
 
 
 def arguments_of(settings: Mapping[str, Any]) -> dict[str, Any]:

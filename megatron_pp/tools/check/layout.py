@@ -61,6 +61,7 @@ def _sizes(job: Job) -> Iterator[str]:
     shown = {name: job.get(setting, 1) for name, setting in _SIZES.items()}
     if not job.get("num_experts"):
         shown = {name: size for name, size in shown.items() if not name.startswith("expert")}
+    shown = {name: size for name, size in shown.items() if size}  # too few GPUs for a replica: see Start
     sizes = [f"{name} {size}" for name, size in shown.items() if size != 1]
     yield f"{job.gpus} GPUs: {', '.join(sizes) or 'no parallelism'}"
     set_by = [job.spell(_SIZES[name]) for name, size in shown.items() if size != 1 and name != "data"]
@@ -69,6 +70,8 @@ def _sizes(job: Job) -> Iterator[str]:
     try:
         count = microbatches_of(job)
     except MegatronPPError:
+        return
+    if "data" not in shown:
         return
     batch = job.get("global_batch_size")
     micro = job.get("micro_batch_size", 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,14 @@ def section(job: Job) -> Section:
     of = f"Megatron-core {job.release}" if job.release else "Megatron-core (its release is not known)"
     line = f"this job has {len(met) or 'none'} of the known faults of {of}"
     line += " that steps of this engine have too" if job.on_engine else ""
-    findings = tuple(_finding(fault, job, newest) for fault in met)
+    findings = (*_not_examined(job, newest), *(_finding(fault, job, newest) for fault in met))
     return Section("risks", (line,), findings, {"known": len(here), "met": [fault.name for fault in met]})
+
+
+def _not_examined(job: Job, newest: str) -> Iterator[Finding]:
+    if job.release and not version_of(OLDEST) <= version_of(job.release) <= version_of(newest):
+        text = f"Megatron-core {job.release} was not examined for faults, only releases from {OLDEST} to {newest}"
+        yield Finding("release-not-examined", RISK, text, "a release that was examined, or compare losses with parity")
 
 
 def _finding(fault: KnownFault, job: Job, newest: str) -> Finding:

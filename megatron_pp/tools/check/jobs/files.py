@@ -53,7 +53,10 @@ def job_of_values(program: str, values: Mapping[str, Any], gpus: int, source: st
         text = f"not read, because check does not know this kind of reference to other values: {', '.join(references)}"
         found = [*found, Finding("references-not-followed", RISK, text, "", tuple(references))]
     read = read_keys(program, values)
-    unknown = f"{len(read.unknown)} keys are not known and were not read: {', '.join(read.unknown)}"
+    keys = (
+        "1 key is not known and was" if len(read.unknown) == 1 else f"{len(read.unknown)} keys are not known and were"
+    )
+    unknown = f"{keys} not read: {', '.join(read.unknown)}"
     if read.unknown:
         found = [*found, Finding("unknown-keys", RISK, unknown, "", tuple(read.unknown))]
     name = "megatron" if program == "megatron-yaml" else program

@@ -95,6 +95,12 @@ def _script(given: Given) -> Job:
     if _YAML in given.words[1:-1]:
         settings = given.words[given.words.index(_YAML) + 1]  # Megatron reads no other flag then
         return replace(files.read_file(settings, (), given.gpus), source=f"{given.words[0]} {_YAML} {settings}")
+    first = Path(given.words[0])
+    if not given.module and first.is_file() and first.suffix not in ("", ".py"):
+        raise UnreadableError(
+            f"{first} is not a job that check reads: a Python script with its flags (.py), a shell script "
+            f"({', '.join(_SHELL)}) or a file of settings ({', '.join(files.ENDINGS)})"
+        )
     return megatron_flags.read_script(
         given.words,
         given.gpus,

@@ -12,7 +12,7 @@ from megatron_pp.plan.ir.spec import BATCHED, OVERLAP
 from megatron_pp.plan.orders import INTERLEAVED
 from megatron_pp.plan.simulate.memory import ModelShape
 from megatron_pp.tools.advise.layers.gpus import GB, GPUS, gpu_named
-from megatron_pp.tools.advise.megatron_args import arguments_of, read_megatron_args
+from megatron_pp.tools.advise.megatron_args import arguments_of, no_arguments, read_megatron_args
 from megatron_pp.tools.advise.transformer import Transformer
 from megatron_pp.tools.check.findings import ERROR
 from megatron_pp.tools.check.jobs.flag_table import WRONG_VALUE, read_flags
@@ -53,6 +53,8 @@ def job_of(text: str, data_parallel: int) -> Job:
             words = shlex.split(text.replace("\\\n", " "), comments=True)
         except ValueError as error:
             raise PlanError(f"Megatron's arguments cannot be read: {error}") from error
+        if not any(word.startswith("--") for word in words):
+            raise no_arguments(text)
         job = read_flags(["--megatron-args", *words], 1, "only sizes are read")
     return replace(_checked(job), args={**job.args, "data_parallel_size": data_parallel})
 

@@ -21,6 +21,7 @@ _INTRODUCTION = (
     "Pipeline-parallel training: check a job before it is launched, choose a pipeline, see its plan, and compare the "
     "plan with a traced run."
 )
+_PATHS = ("FILE", "FOLDER")
 _LONG = 32  # longest list of choices, in characters, that is shown beside an option
 # argparse's error for --switch=value.
 _EXPLICIT = re.compile(r"argument ([^,/\s:]+)[^:]*: ignored explicit argument (.*)")
@@ -97,6 +98,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, wrapped_for(sys.stderr, f"{self.prog}: {visible(message)}; see {self.prog} --help") + "\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if value == "" and action.metavar in _PATHS:  # as of -o "$FILE", if the variable is not set
+            raise argparse.ArgumentError(action, f"'' is not the name of a {str(action.metavar).lower()}")
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, unknown(action.dest.replace("_", " "), value, action.choices))
 

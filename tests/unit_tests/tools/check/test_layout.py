@@ -26,6 +26,13 @@ def test_layers_are_divided_evenly() -> None:
     assert texts(virtual_pipeline_model_parallel_size=2) == ["Ett", "tt", "tt", "ttL"]
 
 
+def test_too_few_gpus_are_not_shown_as_a_layout() -> None:
+    """The section "start" says what is wrong; here there are no replicas to count microbatches for."""
+    lines = "\n".join(section(job(data_parallel_size=0)).lines)
+    assert "64 GPUs: pipeline 2\n" in lines
+    assert "microbatches a step" not in lines
+
+
 def test_the_ends_may_have_layers_of_their_own() -> None:
     sizes = {"pipeline_model_parallel_size": 4, "num_layers": 10}
     assert texts(**sizes, decoder_first_pipeline_num_layers=1, decoder_last_pipeline_num_layers=3) == [

@@ -280,11 +280,22 @@ def test_releases_are_compared_as_numbers() -> None:
 
 def test_a_release_that_was_not_looked_at_has_risks_only() -> None:
     job = a_job({**TWO, "overlap_p2p_comm": False}, "0.31.0")
-    (finding,) = section(job).findings
-    assert finding.level == RISK
+    unseen, finding = section(job).findings
+    assert (unseen.name, unseen.level, finding.level) == ("release-not-examined", RISK, RISK)
     assert "0.31.0 was not examined" in finding.text
     assert section(a_job(job.given, "0.19.2")).findings[0].level == ERROR
     assert section(a_job(job.given, "")).findings[0].level == ERROR
+
+
+@pytest.mark.parametrize(
+    ("release", "examined"),
+    [("0.11.0", False), ("0.14.0", True), ("0.19.2", True), ("0.20.0rc1", True), ("0.20.1", False), ("", True)],
+)
+def test_a_release_that_was_not_examined_is_said(release: str, examined: bool) -> None:
+    """Otherwise "none of the known faults" would read as an answer."""
+    findings = section(a_job({"num_layers": 4}, release)).findings
+    assert [one.name for one in findings] == ([] if examined else ["release-not-examined"])
+    assert all("from 0.14.0 to 0.20.0" in one.text for one in findings)
 
 
 def test_jobs_without_megatron_meet_none() -> None:

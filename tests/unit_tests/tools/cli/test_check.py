@@ -45,7 +45,7 @@ def test_a_recipe_function_is_called(command, tmp_path, monkeypatch):
     code, said, _ = command("check --gpus 8 my_recipes:pretrain model.num_layers=16")
     assert code == 3
     assert said.startswith("my_recipes:pretrain: megatron-bridge on 8 GPUs")
-    assert "not known and were not read: model.odd" in said
+    assert "not known and was not read: model.odd" in said
 
 
 def test_help_groups_the_commands(command):

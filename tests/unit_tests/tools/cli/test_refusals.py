@@ -84,6 +84,10 @@ plan --compute-only --format json | --compute-only is for text, not json
 plan --import whole.json --policy plain | --policy is plain, but the plan in whole.json was lowered with
 plan --import comms.csv --policy plain | comms.csv: the file says itself where it sends & 'plain'
 plan --import whole.json --device one_queue | --device has no effect on whole.json
+plan -o '' | argument -o/--output: '' is not the name of a file
+report '' | '' is not the name of a folder
+simulate --megatron-args '' | '' has no argument of Megatron
+simulate --megatron-args job | 'job' has no argument of Megatron; write arguments as --num-layers 32
 plan -s 1F1B | is not known (did you mean 1f1b?)
 plan -s zbv | is not known (did you mean zb_v?)
 plan -s dualpipe | is not known (did you mean dualpipe_v?)

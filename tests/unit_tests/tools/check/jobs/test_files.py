@@ -139,7 +139,7 @@ def test_megatron_bridge(tmp_path: Path) -> None:
     assert job.args["virtual_pipeline_model_parallel_size"] is None
     assert job.spell("num_experts") == "model.num_moe_experts"
     assert job.unknown == ("model.made_up_by_a_test",)
-    assert "1 keys are not known and were not read: model.made_up_by_a_test" in texts(job)
+    assert "1 key is not known and was not read: model.made_up_by_a_test" in texts(job)
 
 
 def test_changes_are_read_as_hydra_has_them(tmp_path: Path) -> None:
@@ -262,6 +262,9 @@ def test_files_that_are_missing_or_no_text(tmp_path: Path) -> None:
     (tmp_path / "folder.yaml").mkdir()
     with pytest.raises(UnreadableError, match="is a folder"):
         read_job(Given([str(tmp_path / "folder.yaml")], 8))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UnreadableError, match=r"config.json is not a job that check reads: .* \(.yaml, .yml, .toml\)"):
+        read_job(Given([str(tmp_path / "config.json")], 8))
 
 
 @pytest.mark.parametrize(
