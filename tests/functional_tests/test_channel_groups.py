@@ -142,7 +142,7 @@ def test_every_rank_has_the_channels_of_its_edges(per_rank: list[dict[str, Any]]
     assert [found[name][0][-1][1] for found in per_rank] == wanted
 
 
-def test_their_threads_end(per_rank: list[dict[str, Any]]) -> None:
+def test_threads_of_channel_groups_end(per_rank: list[dict[str, Any]]) -> None:
     assert [found["threads"] for found in per_rank] == [[]] * SIZE
 
 

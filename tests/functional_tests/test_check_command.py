@@ -137,7 +137,7 @@ def test_check_writes_its_answer_for_github_junit_and_code_quality(
     assert Xml.parse(tmp_path / "check.xml").getroot().get("errors") == "1"
 
 
-def test_exit_codes(checked: Callable[[str], Said], tmp_path: Path) -> None:
+def test_check_has_an_exit_code_for_each_outcome(checked: Callable[[str], Said], tmp_path: Path) -> None:
     """The cases are no finding, only risks, and risks with --strict. Tests above check the other two exit codes."""
     (tmp_path / "gpt.yaml").write_text(RIGHT)
     assert checked("--gpus 4 gpt.yaml").code == 0

@@ -119,7 +119,7 @@ def test_tensor_parallel_layers_in_every_form() -> None:
     assert min(outcome.facts[0].values()) >= 2
 
 
-def test_grouped_experts() -> None:
+def test_grouped_experts_defer_their_weight_gradients() -> None:
     """Each product runs once: outputs in F, input gradients in B, weight gradients in W."""
     (outcome,) = run_jobs([Job(Case(), check=f"{CHECKS}:grouped_experts")], deadline=120)
     assert outcome.status == "ok", outcome.message

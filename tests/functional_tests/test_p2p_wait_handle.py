@@ -98,7 +98,7 @@ def _refuse_wrong_tensors(mine: P2PCommunicator) -> dict[str, object]:
     return seen
 
 
-def test_handles_on_gloo() -> None:
+def test_wait_handles_on_gloo_refuse_wrong_tensors() -> None:
     for seen in run_processes(rank_main, 2, timeout=60.0, start_method="forkserver"):
         assert seen.pop("group").startswith("CommunicatorClosedError: pipeline rank")
         for name, words in seen.items():

@@ -99,7 +99,7 @@ def rank_main(rank: int, _: int) -> None:
     check_misuse(rank)
 
 
-def test_groups_of_processes() -> None:
+def test_parallel_state_groups_of_real_processes_equal_megatrons() -> None:
     run_processes(rank_main, WORLD, timeout=180.0, start_method="mixed")
 
 

@@ -66,7 +66,7 @@ def test_each_microbatch_may_have_its_own_shape() -> None:
     assert [t[0, 0, 0].item() for t in received] == lengths
 
 
-def test_tensors_of_a_graph_are_sent_without_it() -> None:
+def test_sent_tensors_carry_no_graph() -> None:
     def body(communicator: P2PCommunicator) -> Any:
         weight = torch.ones(SHAPE, requires_grad=True)
         return communicator.send_forward_recv_forward(weight * (communicator.rank + 1), True, SHAPE)

@@ -21,7 +21,7 @@ def test_tensor_parallel_ranks_are_neighbours_and_pipelines_span_the_world():
 
 
 @pytest.mark.parametrize("sizes", list(product((1, 2, 3), repeat=4)))
-def test_groups_are_megatrons(sizes):
+def test_parallel_groups_equal_megatrons(sizes):
     """Megatron-core's own rank generator as the oracle."""
     megatron = pytest.importorskip("megatron.core.parallel_state")
     tensor, context, data, pipeline = sizes

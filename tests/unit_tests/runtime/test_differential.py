@@ -496,7 +496,7 @@ def runs(draw: st.DrawFn) -> Run:
 @pytest.mark.slow
 @settings(max_examples=1000 if EXHAUSTIVE else 40)
 @given(runs())
-def test_whatever_is_drawn(run: Run) -> None:
+def test_drawn_runs_have_the_numbers_of_one_process(run: Run) -> None:
     run.check()
 
 

@@ -175,7 +175,7 @@ def test_nothing_of_the_program_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -
         *((print, None), (None, np.ones(2)), (1, np.ones(2)), (torch.ones(2), np.ones(2))),
     ],
 )
-def test_values_that_differ(one: Any, other: Any) -> None:
+def test_different_values_of_calls_compare_as_different(one: Any, other: Any) -> None:
     assert Read([one]) == [one]
     assert Read([one]) != [other]
     assert Read([other]) != [one]

@@ -242,7 +242,7 @@ def test_a_model_is_measured_once_and_evaluation_is_left_out() -> None:
     assert pipeline(1, 1, 2, written, measure=1) == [[False, False, False, True, False, False, False]]
 
 
-def test_nothing_is_measured_unless_asked_for() -> None:
+def test_nothing_is_measured_by_default() -> None:
     train(2, measure=0)
     assert os.listdir() == []
 
@@ -300,7 +300,7 @@ def test_impossible_numbers_of_steps(value: Any) -> None:
         train(1, measure=value)
 
 
-def test_a_run_that_is_too_short_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_too_short_to_measure_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     measuring = Measuring(3, "out.json")
     measuring.progress.measured = 1
     with caplog.at_level(logging.WARNING):
@@ -320,6 +320,6 @@ def test_a_run_that_is_too_short_says_so(caplog: pytest.LogCaptureFixture) -> No
         ({"copies": {"to_host": "fast"}}, "to_host is 'fast'"),
     ],
 )
-def test_files_with_faults(content: dict[str, Any], message: str) -> None:
+def test_measured_files_with_faults_are_refused(content: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         MeasuredFile.from_dict(content)

@@ -164,7 +164,7 @@ def test_sums_are_divided_by_the_tokens_of_the_whole_microbatch(per_token):
     assert_close_runs(train(2, sequence_slices=6, **options), ([loss / 6 for loss in losses], grads), 6)
 
 
-def test_evaluation_and_recomputation(whole):
+def test_slices_support_evaluation_and_recomputation(whole):
     slices = 3
     assert_close_runs(train(2, forward_only=True, sequence_slices=slices), (whole[0], {}), slices)
 

@@ -135,7 +135,7 @@ BAD = [(2, *case) for case in (*CHUNKED, *EITHER)] + [(1, *case) for case in (*S
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("chunks", "changes", "words"), BAD, ids=[words[:50] for *_, words in BAD])
-def test_bad_input(chunks: int, changes: dict[str, Any], words: str, rank: int) -> None:
+def test_wrong_arguments_are_refused_with_a_reason(chunks: int, changes: dict[str, Any], words: str, rank: int) -> None:
     assert refused(chunks, rank, changes).startswith(words)
 
 
@@ -287,7 +287,9 @@ def test_a_plug_in_may_let_a_rank_run_without_its_pipeline(tmp_path: Path) -> No
         *((size, vp_size, "pipelining_with_interleaving") for size, vp_size in ((2, 2), (4, 1), (1, 2), (None, 2))),
     ],
 )
-def test_which_function(pp_size: int | None, vp_size: int | None, expected: str) -> None:
+def test_get_forward_backward_func_returns_the_function_for_the_sizes(
+    pp_size: int | None, vp_size: int | None, expected: str
+) -> None:
     assert get_forward_backward_func(pp_size, vp_size) is getattr(schedules, f"forward_backward_{expected}")
 
 
@@ -309,7 +311,9 @@ def test_group_sizes_of_parallel_state(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("decoder", "sequence_parallel", "cp", "expected"), [(None, False, 1, 64), (None, True, 2, 8), (32, False, 2, 16)]
 )
-def test_tensor_shapes(decoder: int | None, sequence_parallel: bool, cp: int, expected: int) -> None:
+def test_message_shapes_follow_sequence_length_and_parallel_sizes(
+    decoder: int | None, sequence_parallel: bool, cp: int, expected: int
+) -> None:
     shapes = tensor_shapes(
         seq_length=64,
         micro_batch_size=3,

@@ -18,7 +18,7 @@ def test_the_table_is_what_the_advisor_estimates(run: Run, line: list[str]) -> N
 
 
 @pytest.mark.slow
-def test_the_whole_table() -> None:
+def test_the_recorded_table_repeats_in_full() -> None:
     assert [row(run)[0] for run in RUNS] == ROWS
 
 

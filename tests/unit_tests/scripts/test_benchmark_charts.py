@@ -127,7 +127,7 @@ CASES: dict[str, tuple[list[Row], str, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_chart_and_paragraph(name: str, tmp_path: Path) -> None:
+def test_a_benchmark_makes_its_chart_and_paragraph(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows, part, words = CASES[name]
     report = Report(name, "A title", rows, machine={"cores": 2})

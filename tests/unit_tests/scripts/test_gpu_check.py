@@ -226,7 +226,7 @@ def test_the_committed_page_is_made_from_the_committed_results(tmp_path: Path) -
         assert (tmp_path / "data" / table_of).read_text() == (docs / "data" / table_of).read_text()
 
 
-def test_the_page_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_results_page_can_be_written_without_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "results.md"
     Run(Machine("nccl", 1), Sizes(), tmp_path / "data" / "results.json", {"race": PASSED}).save()
     assert gpu_check.main(["--page", "--out", str(out)]) == 0
@@ -275,7 +275,7 @@ def mps_control(folder: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) ->
     return log
 
 
-def test_mps_runs_for_as_long_as_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mps_runs_only_within_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = mps_control(tmp_path, monkeypatch)
     with outside.mps() as environment:
         folder = environment["CUDA_MPS_PIPE_DIRECTORY"]

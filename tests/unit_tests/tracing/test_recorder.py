@@ -52,7 +52,7 @@ def train(
 # --- what is recorded
 
 
-def test_nothing_is_recorded_unless_asked_for(tmp_path, monkeypatch):
+def test_nothing_is_recorded_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(2, 3, None)
     assert os.listdir(tmp_path) == []
@@ -226,7 +226,7 @@ def test_bad_lists_of_steps_are_refused(text):
         chosen_steps(text)
 
 
-def test_message_sizes():
+def test_message_bytes_counts_all_tensors_of_a_message():
     assert message_bytes((2, 3, 4), torch.bfloat16) == 48
     assert message_bytes([(2, 3), (4,)], torch.float32) == 40
     assert message_bytes([None], torch.float32) == message_bytes((2,), None) == 0

@@ -39,7 +39,7 @@ def test_torchscript_is_refused() -> None:
         split_weight_grad(model)
 
 
-def test_undoing_the_conversion() -> None:
+def test_undoing_the_conversion_restores_the_layers() -> None:
     model = new(Everything)
     classes = [type(layer) for layer in model.modules()]
     split_weight_grad(model)
@@ -158,7 +158,7 @@ def test_a_reason_found_in_a_step_comes_with_the_share(caplog: pytest.LogCapture
     ]
 
 
-def test_calls_that_only_megatron_can_run_are_left_to_it() -> None:
+def test_layers_whose_calls_only_megatron_can_run_stay_whole() -> None:
     """``gtp_remat_size`` and ``output_dtype`` are arguments of Megatron's main branch."""
     call = {"bias": torch.ones(2), "allreduce_dgrad": True, "sequence_parallel": False, "tp_group": object()}
     call |= {"gradient_accumulation_fusion": True, "grad_output_buffer": None, "wgrad_deferral_limit": 0}

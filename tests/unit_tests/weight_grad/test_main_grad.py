@@ -254,7 +254,7 @@ class _FusedScale(nn.Module):
         return _FusesItself.apply(x, self.weight)
 
 
-def test_a_layer_that_writes_main_grad_itself_is_left_to_it() -> None:
+def test_a_layer_that_writes_main_grad_itself_is_not_split() -> None:
     model = _FusedScale()
     store = split_weight_grad(model)
     hook = MegatronHook()

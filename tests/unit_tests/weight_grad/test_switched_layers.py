@@ -192,7 +192,7 @@ def _grouped_loss(model: Grouped, mb: int) -> Tensor:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("mode", ["grad", "main_grad, hooks", "fused, hooks"])
-def test_grouped_layers(te: Any, mode: str, bias: bool) -> None:
+def test_grouped_layers_defer_their_weight_gradients(te: Any, mode: str, bias: bool) -> None:
     fuse = "fused" in mode
     expected, model = Grouped(te, fuse, bias), Grouped(te, fuse, bias)
     fired = None

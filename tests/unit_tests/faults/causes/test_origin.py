@@ -203,7 +203,7 @@ def test_failures_of_the_transport_are_consequences() -> None:
         assert is_consequence(kind("the cable"))
 
 
-def test_an_exception_before_the_first_instruction_is_placed_there() -> None:
+def test_an_exception_before_the_first_instruction_is_reported_before_it() -> None:
     """Not in RECV_F0.0, which the rank has not come to."""
 
     def train(rank: Rank) -> BaseException | None:

@@ -359,7 +359,7 @@ def test_the_watch_asks_on_its_own_device_without_the_interpreter_lock(monkeypat
     ]
 
 
-def test_without_the_runtime_library_torch_is_asked(
+def test_torch_is_queried_if_cudas_runtime_library_is_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "999.0")

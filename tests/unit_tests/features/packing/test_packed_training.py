@@ -78,7 +78,7 @@ def test_a_thousand_random_packings(first: int) -> None:
 
 
 @pytest.mark.parametrize(("pipelines", "num_chunks"), [(4, 1), (4, 2), (8, 1)])
-def test_sequences_over_four_and_eight_ranks_beside_shorter_ones(pipelines: int, num_chunks: int) -> None:
+def test_sequences_over_four_and_eight_ranks_run_beside_shorter_sequences(pipelines: int, num_chunks: int) -> None:
     step = packed([8 * pipelines - 3, 30, 20, 9, 9, 5, 3, 3], PackingRules(pipelines, 8, 0.1))
     contexts = {pack.context for slot in step.slots for pack in slot.packs}
     assert contexts >= {1, 2, 4, pipelines}

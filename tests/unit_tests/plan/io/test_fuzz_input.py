@@ -89,7 +89,7 @@ def _read_and_verify(text: str) -> None:
 @pytest.mark.parametrize("form", TEXTS)
 @examples(60)
 @given(data=st.data())
-def test_a_damaged_plan(form: str, data: st.DataObject) -> None:
+def test_a_damaged_plan_file_raises_only_plan_errors(form: str, data: st.DataObject) -> None:
     text = data.draw(mutated_text(TEXTS[form]))
     _only(PlanError, lambda: _read_and_verify(text))
 
@@ -203,7 +203,7 @@ def test_the_trace_that_is_mutated_is_read(tmp_path: Path) -> None:
 @pytest.mark.slow
 @examples(100)
 @given(data=st.data())
-def test_a_damaged_trace(data: st.DataObject, tmp_path: Path) -> None:
+def test_a_damaged_trace_raises_only_file_format_errors(data: st.DataObject, tmp_path: Path) -> None:
     _write_run(tmp_path, data.draw(mutated_text(TRACES[0])), TRACES[1])
     _only(FileFormatError, lambda: _read_run(tmp_path))
 

@@ -58,7 +58,7 @@ def test_a_schedule_file_states_its_sizes_and_schedule(tmp_path: Path) -> None:
     )
 
 
-def test_a_whole_plan_for_just_this_run_is_taken_as_it_stands_and_another_one_lowered_anew(tmp_path: Path) -> None:
+def test_a_plan_file_that_fits_the_run_is_used_unchanged_and_others_are_lowered_anew(tmp_path: Path) -> None:
     spec = PlanSpec("1f1b", 2, 1, 4, lookahead=2)
     path = written(tmp_path, spec)
     here = replace(spec, schedule=path, digest=family_of_file(path).digest)

@@ -43,7 +43,7 @@ def test_rules_are_those_that_were_checked():
     assert set(certificate.rules) < set(PROOFS)
 
 
-def test_a_repeated_plan_says_so():
+def test_a_repeated_plan_states_its_repetition():
     forget_plans()
     plans = [build_plan(PlanSpec("1f1b", 2, 1, m)) for m in (12, 40)]
     assert ["repetition" in plan.certificate.rules for plan in plans] == [True, True]

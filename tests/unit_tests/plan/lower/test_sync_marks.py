@@ -162,7 +162,7 @@ def test_sync_mutants_that_were_accepted_once_are_refused(program: str, sync: st
 
 @pytest.mark.parametrize("schedule", [name for name, family in SCHEDULES.items() if family.splits_weight])
 @pytest.mark.parametrize("policy", ["overlap", "batched", "plain"])
-def test_a_plan_without_w_communicates_as_the_one_with_it(schedule: str, policy: str) -> None:
+def test_plans_with_and_without_w_communicate_alike(schedule: str, policy: str) -> None:
     """Ranks whose models split backwards and ranks whose models do not run one schedule together."""
     family = SCHEDULES[schedule]
     count = 6 if family.search is None else 3  # two searches, of seconds each with more

@@ -53,7 +53,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("case", BY_HAND, ids=str)
-def test_orders_by_hand(case: tuple[str, int, int, int, int]) -> None:
+def test_loop_orders_equal_those_written_by_hand(case: tuple[str, int, int, int, int]) -> None:
     assert [format_program(order) for order in orders(*case)] == BY_HAND[case]
 
 
@@ -65,7 +65,7 @@ def test_orders_by_hand(case: tuple[str, int, int, int, int]) -> None:
         (Shape(4, 2, 4, 4), [8, 8, 6, 4]),  # never more than there are: V M = 8
     ],
 )
-def test_warmup_numbers(shape: Shape, warmups: list[int]) -> None:
+def test_warmup_forwards_of_each_rank(shape: Shape, warmups: list[int]) -> None:
     assert [warmup_forwards(shape, rank) for rank in range(shape.pipeline_size)] == warmups
 
 

@@ -48,7 +48,7 @@ BUBBLES = {
 
 
 @pytest.mark.parametrize("name", BUBBLES)
-def test_bubbles_are_the_published_ones(name: str) -> None:
+def test_bubbles_equal_the_published_ones(name: str) -> None:
     for size, microbatches in ((2, 8), (3, 12), (4, 16), (5, 20), (8, 16), (8, 32)):
         idle = BUBBLES[name](size)
         assert idle is None or unit_simulation(name, size, microbatches).idle == (idle,) * size

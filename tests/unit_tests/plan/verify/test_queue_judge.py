@@ -50,7 +50,7 @@ def test_the_queue_judge_imports_nothing_of_the_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("n", "schedule"), list(enumerate(FAMILIES)))
-def test_no_schedule_hangs(n: int, schedule: str) -> None:
+def test_the_queue_judge_finds_no_schedule_that_hangs(n: int, schedule: str) -> None:
     """Sizes, policies and features take turns: each schedule has six of 54."""
     family, some = SCHEDULES[schedule], [GRID[(17 * n + 13 * k) % len(GRID)] for k in range(6)]
     for size, chunks, policy, feature in GRID if EXHAUSTIVE else some:

@@ -280,7 +280,7 @@ def test_after_a_step_a_stage_is_a_module_again() -> None:
 
 
 @pytest.mark.parametrize("model_type", [(), ("model type",)])
-def test_forward_step_and_backward_step_stand_alone(model_type: tuple[str, ...]) -> None:
+def test_forward_step_and_backward_step_can_be_called_alone(model_type: tuple[str, ...]) -> None:
     config = toy_config(grad_scale_func=lambda loss: loss * 2)
     x, target = DATA.microbatch(0)
     store: list[Any] = []

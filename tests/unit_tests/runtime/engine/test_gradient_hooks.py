@@ -406,5 +406,5 @@ def _wrapped_inside() -> PipelineStage:
     ],
     ids=["one_replica", "wrapped", "wrapped_inside", "grad_sync", "finalize", "one_rank", "both_ends_on_one_rank"],
 )
-def test_no_false_alarm(chunk: Callable[[], torch.nn.Module], case: dict[str, Any]) -> None:
+def test_synchronised_gradients_cause_no_warning(chunk: Callable[[], torch.nn.Module], case: dict[str, Any]) -> None:
     assert _sentences(chunk(), **case) == []

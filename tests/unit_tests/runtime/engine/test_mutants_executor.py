@@ -84,7 +84,7 @@ def test_handles_that_own_the_bytes_prevent_corruption_if_the_engine_frees_early
 )
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("mutant", EARLY_RELEASES + WRONG_READS)
-def test_mutant_is_caught(
+def test_every_executor_mutant_is_caught(
     mutant: type[PlanExecutor], name: str, network: type[HostileNetwork], core: type[P2PCore]
 ) -> None:
     assert harm(SPECS[name], network, mutant, core) != ""

@@ -87,7 +87,7 @@ CUTS: dict[str, tuple[int, Callable[[int], ToyBlock]]] = {  # with the first sta
 @pytest.mark.parametrize("policy", [{"overlap_p2p_comm": True}, {}], ids=["overlap", "plain"])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(("size", "chunks", "schedule"), [(4, 1, None), (2, 2, None), (1, 4, None), (2, 2, "zb_v")])
-def test_stages_before_one_that_uses_no_input(
+def test_stages_before_a_stage_that_uses_no_input_get_none_or_zeros(
     size: int, chunks: int, schedule: str | None, cut: str, policy: dict[str, Any]
 ) -> None:
     """If the stages are on one rank, their gradients are None, as in one process. A stage on another rank waits for a
@@ -198,7 +198,9 @@ def test_training_after_an_evaluation(chunks: int, mode: Any, policy: dict[str, 
     [(1, 1, False, 24), (2, 1, True, 12), (2, 1, False, 24), (1, 3, False, 8), (2, 3, True, 4)],
 )
 @pytest.mark.parametrize("from_config", [False, True])
-def test_shapes_between_stages(tp: int, cp: int, sequence_parallel: bool, length: int, from_config: bool) -> None:
+def test_received_shapes_hold_this_ranks_share_of_the_sequence(
+    tp: int, cp: int, sequence_parallel: bool, length: int, from_config: bool
+) -> None:
     """A receive has the share of the sequence that this rank holds, by the process groups given or by the config."""
     seen: list[Any] = []
 

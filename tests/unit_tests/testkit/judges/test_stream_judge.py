@@ -78,7 +78,7 @@ def test_the_stream_judge_imports_nothing_of_the_package(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("n", "schedule"), list(enumerate(FAMILIES)))
-def test_no_schedule_races(n: int, schedule: str, tmp_path: Path) -> None:
+def test_the_stream_judge_finds_no_race_in_any_schedule(n: int, schedule: str, tmp_path: Path) -> None:
     """Sizes, policies and features take turns: each schedule has two of 54."""
     family, some = SCHEDULES[schedule], [GRID[(17 * n + 13 * k) % len(GRID)] for k in range(2)]
     for size, chunks, policy, feature in GRID if EXHAUSTIVE else some:
@@ -91,7 +91,7 @@ def test_no_schedule_races(n: int, schedule: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["vocab_1f1b", "vocab_1f1b_alg1"])
-def test_no_collective_races(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stream_judge_finds_no_race_in_collectives(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the transport for NCCL, with threads that run freely."""
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     log = CallLog()

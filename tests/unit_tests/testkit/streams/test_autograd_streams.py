@@ -176,7 +176,7 @@ def test_the_caller_waits_for_leaves_only(gives: bool, missing: tuple[str, ...],
     assert kinds(report) == ["write/read"] * (shown and not gives), str(report)
 
 
-def test_gradients_that_are_asked_for_are_there_afterwards() -> None:
+def test_requested_gradients_are_returned() -> None:
     def program() -> torch.Tensor:
         current, side = streams()
         x = torch.ones(4, requires_grad=True)

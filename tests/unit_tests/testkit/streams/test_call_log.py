@@ -84,5 +84,5 @@ def test_a_wait_in_the_log_names_its_event() -> None:
     assert waits == {False: 6, True: 1}
 
 
-def test_nothing_is_kept_unless_asked() -> None:
+def test_the_call_log_keeps_nothing_by_default() -> None:
     assert [r["do"] for r in logged(2, exchange, keeps=False)] == ["format"]

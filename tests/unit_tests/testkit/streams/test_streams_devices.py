@@ -24,7 +24,7 @@ def kinds(report: StreamReport) -> list[str]:
 
 @pytest.mark.parametrize("edge_in", [True, False])
 @pytest.mark.parametrize("edge_out", [True, False])
-def test_streams_wait_for_nothing_unless_asked(edge_in: bool, edge_out: bool) -> None:
+def test_streams_wait_only_if_the_program_says_so(edge_in: bool, edge_out: bool) -> None:
     def program() -> torch.Tensor:
         x = torch.ones(100)
         side, current = torch.cuda.Stream(), torch.cuda.current_stream()

@@ -152,7 +152,7 @@ def nccl_settings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     ],
     ids=[*POLICIES, "shared channels", "debug mode", "pairs on two streams"],
 )
-def test_steps(fields: dict[str, Any]) -> None:
+def test_steps_on_streams_have_no_races_and_the_numbers_of_one_process(fields: dict[str, Any]) -> None:
     data = ToyData(4)
     report, result = step_on_nccl(2, 2, data, **fields)
     assert not report.races, str(report)

@@ -253,7 +253,7 @@ def test_asking_the_device_ends_a_capture(waits: Callable[[torch.cuda.Event], ob
     assert on_one_device(program).results == [False]
 
 
-def test_an_event_of_a_capture_is_never_asked_for() -> None:
+def test_an_event_of_a_capture_is_never_queried() -> None:
     def program() -> None:
         event, graph = torch.cuda.Event(), torch.cuda.CUDAGraph()
         graph.capture_begin()

@@ -110,7 +110,7 @@ def test_the_layout_reads_back():
     assert layers_per_stage(text) == [3, 3, 3, 1]
 
 
-def test_too_few_layers():
+def test_fewer_layers_than_stages_are_refused():
     with pytest.raises(PlanError, match="4 layers, embedding and loss included, cannot fill 8 stages"):
         gpt(2).units(8)
     with pytest.raises(PlanError, match="cannot be joined to 4 stages"):
@@ -196,7 +196,7 @@ def test_the_loss_counts_once_more_for_each_mtp_layer():
     assert [layer.kind for layer in three[-3:]] == [MTP, MTP, LOSS]
 
 
-def test_an_unknown_gpu():
+def test_an_unknown_gpu_is_refused():
     with pytest.raises(PlanError, match=r"GPU 'h10O' is not known \(did you mean h100\?\)"):
         gpu_named("h10O")
     with pytest.raises(PlanError, match="efficiency is 50"):
@@ -211,7 +211,7 @@ ARGUMENTS = """torchrun pretrain_gpt.py --num-layers 30 --hidden-size=2048 --seq
 """
 
 
-def test_megatrons_arguments():
+def test_megatrons_arguments_are_read_as_a_transformer():
     found = transformer_of(read_megatron_args(ARGUMENTS))
     assert found.shape == replace(
         ModelShape(30, 2048, 4096, num_attention_heads=16, vocab_size=32000), tensor_parallel=2, sequence_parallel=True

@@ -65,7 +65,7 @@ def test_the_recommended_step_is_that_of_its_plan(found):
     assert not found.not_looked_at
 
 
-def test_estimates_are_close(found):
+def test_estimated_steps_are_within_2_percent_of_simulated_steps(found):
     steps = {one.candidate: one.step for one in found.outcomes}
     for one in found.estimates:
         assert one.step == pytest.approx(steps[one.candidate], rel=0.02)
@@ -314,7 +314,7 @@ def test_a_split_output_layer_is_weighed_but_not_recommended_unasked():
     assert best.fit.peaks[0] == pytest.approx(5 * 2.0 + 8.0 / 4 + 1 * 2.0 / 4)
 
 
-def test_throughput():
+def test_throughput_follows_from_tokens_and_the_step_time():
     model = replace(FLUID, flops=1e12)
     asked = question(models=((1, model),), schedules=("1f1b",), seq_length=1000, peak_flops=1e15, data_parallel=2)
     best = search(asked).best
@@ -334,7 +334,7 @@ def test_throughput():
         ({"device": ("queue",)}, "device rule 'queue' is not known"),
     ],
 )
-def test_impossible_questions(options, words):
+def test_advise_refuses_impossible_questions(options, words):
     with pytest.raises(PlanError) as error:
         question(**options)
     assert words in str(error.value)
@@ -372,7 +372,7 @@ def test_steps_in_a_row_have_them_again_in_each():
     ("costs", "words"),
     [((1.0, 2.0), "for 2 microbatches; the plan has 3"), ((1.0, 0.0, 1.0), "microbatch 1 costs 0.0")],
 )
-def test_wrong_costs(costs, words):
+def test_wrong_microbatch_costs_are_refused(costs, words):
     with pytest.raises(PlanError) as error:
         simulate(build_plan(PlanSpec("1f1b", 2, 1, 3)), replace(StageCosts.uniform(2), microbatches=costs))
     assert words in str(error.value)

@@ -124,7 +124,7 @@ def test_sparse_attention_reads_the_keys_that_its_indexer_chooses():
     assert more == 1536 * 64 * 128 + 7168 * (128 + 64)
 
 
-def test_windows_of_attention():
+def test_attention_windows_reduce_operations():
     text = DENSE + "--num-layers 6 --window-size (127,0)"
     whole, windowed, some = (of(more) for more in (DENSE + "--num-layers 6", text, text + " --window-attn-skip-freq 3"))
     assert (windowed.mixers, some.mixers) == ("w" * 6, "ww*" * 2)
@@ -148,7 +148,7 @@ def test_experts_of_some_layers(text, layers):
 
 
 @pytest.mark.parametrize("sequence", [True, False])
-def test_tensor_parallel_traffic(sequence):
+def test_tensor_parallel_traffic_is_counted(sequence):
     """Attention and the feed-forward part each have an all-gather and a reduce-scatter, or an all-reduce."""
     shape = replace(SHAPE, tensor_parallel=4, sequence_parallel=sequence)
     layer = Transformer(shape).model(FREE).layers[0]

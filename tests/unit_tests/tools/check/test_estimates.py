@@ -129,7 +129,7 @@ def test_sizes_that_are_missing_are_named() -> None:
     assert "--hidden-size" in memory.section(known, H100).lines[0]
 
 
-def test_a_long_step_is_estimated_from_shorter_ones() -> None:
+def test_a_long_step_is_estimated_from_shorter_steps() -> None:
     whole = step_time.timed(job(global_batch_size=32), H100)  # not extrapolated: the longer pilot has 16 microbatches
     longer = step_time.timed(job(global_batch_size=128), H100)
     exact = step_time._simulated(priced(job(global_batch_size=128), H100), H100)
@@ -260,7 +260,7 @@ def test_a_tokenizer_says_how_many_words_there_are() -> None:
     assert vocabulary_of({**sizes, "vocab_size": 1000}) == 1024
 
 
-def test_settings_that_were_tried_are_named_and_no_others() -> None:
+def test_only_settings_that_were_tried_are_named() -> None:
     one = job(pipeline_model_parallel_size=1, data_parallel_size=8)
     alone = step_time.section(one, H100)
     assert (alone.data["tried"], alone.data["not_tried"]) == ([], [])  # type: ignore[index]

@@ -269,7 +269,7 @@ def test_a_term_that_is_none_is_refused(text: str) -> None:
         ("a is true or b > 1", {"a": 0, "b": 1}, False),
     ],
 )
-def test_terms(text: str, values: dict[str, Any], holds: bool) -> None:
+def test_a_condition_of_a_known_fault_is_evaluated(text: str, values: dict[str, Any], holds: bool) -> None:
     assert any(term.holds(values) for term in terms_of(text)) is holds
 
 

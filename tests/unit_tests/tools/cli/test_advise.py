@@ -153,7 +153,7 @@ def test_slices_are_for_a_loop_of_ones_own(command):
     assert json.loads(command(*SMALL, *COSTS, *words, "--json")[1])["recommended"]["flags"] is None
 
 
-def test_costs_of_layers(command):
+def test_advise_takes_costs_of_layers(command):
     words = ("--costs-per", "layer", "--layers", 14, "--loss-ms", "2,2,2", "--max-chunks", 1, "--schedules", "zb_h1")
     code, out, _ = command(*SMALL, *COSTS, *words)
     assert code == 0
@@ -161,7 +161,7 @@ def test_costs_of_layers(command):
     assert "--pipeline-model-parallel-layout 'Et*4|(t*4|)*2t*2L'" in out
 
 
-def test_costs_of_stages(command):
+def test_advise_takes_costs_of_stages(command):
     code, out, _ = command(*SMALL, "--forward-ms", "1,1,1,2", "--backward-ms", "2,2,2,4", *FEW)
     assert code == 0
     assert "layers as given" in out
@@ -187,7 +187,7 @@ def test_a_search_writes_what_it_plans_for(command, tmp_path):
     assert not (tmp_path / "m.json").exists()
 
 
-def test_sizes_and_rates(command):
+def test_advise_estimates_times_from_sizes_and_a_gpus_rates(command):
     sizes = "--num-layers 14 --hidden-size 1024 --seq-length 2048 --num-attention-heads 16 --vocab-size 32000 --bf16 "
     sizes += "--global-batch-size 8 --pipeline-model-parallel-size 2"
     words = ("--gpu", "h100", "--max-chunks", 1, "--schedules", "1f1b", "--jobs", 1)

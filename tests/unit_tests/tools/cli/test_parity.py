@@ -33,7 +33,7 @@ def script(tmp_path):
         ("--p2p-timeout soon", "", "p2p-timeout"),
     ],
 )
-def test_wrong_arguments(command, script, options, flags, words):
+def test_parity_refuses_wrong_arguments(command, script, options, flags, words):
     assert_refused(command("parity", *options.split(), script, *flags.split()), 2, "megatron-pp parity: ", words)
 
 
@@ -43,7 +43,7 @@ def test_a_script_that_is_not_there_has_no_verdict(command):
     assert "none.py: there is no such file" in complaint
 
 
-def test_help(command):
+def test_parity_help_lists_its_options(command):
     code, said, _ = command("parity", "--help")
     assert code == 0
     for word in ("--nproc", "--shrink", "--engine", "--json", "--junit", "--html", "exit codes"):

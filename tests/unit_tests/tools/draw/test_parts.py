@@ -74,7 +74,7 @@ def test_colour_blind_readers_tell_the_colours_apart(kind):
             assert np.linalg.norm(seen(one, kind) - seen(other, kind)) > 20
 
 
-def test_round_numbers():
+def test_ticks_and_sizes_are_labelled_with_round_numbers():
     assert [tick_step(s, 10) for s in (1, 7, 43, 1000, 0.02)] == [0.1, 1, 5, 100, 0.002]
     assert [tick_label(v, s) for v, s in ((0.30000000000000004, 0.1), (20, 5), (1.0, 0.25))] == ["0.3", "20", "1.0"]
     assert [size_label(v) for v in (12, 2048, 3.5 * 2**20, 80 * 2**30)] == ["12 B", "2 KiB", "3.5 MiB", "80 GiB"]

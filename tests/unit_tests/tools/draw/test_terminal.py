@@ -112,7 +112,7 @@ def test_grid_of_1f1b_has_every_forward_and_backward_in_its_place():
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (3, 9)])
-def test_grid_loses_nothing(schedule, p, m):
+def test_the_grid_shows_every_operation(schedule, p, m):
     plan = plan_of(schedule, p, m)
     for row, order in zip(grid_cells(plan), plan.orders, strict=True):
         assert [at for at in row if at is not None] == list(order)

@@ -50,7 +50,7 @@ def test_each_row_of_the_programs_names_a_setting() -> None:
         assert name in ("", "=config") or name in settings(), row
 
 
-def test_keys_of_programs() -> None:
+def test_keys_of_other_programs_are_mapped_to_megatrons_settings() -> None:
     assert setting_of("megatron-bridge", "model.num_moe_experts") == "num_experts"
     assert setting_of("megatron-bridge", "logger.log_interval") == ""
     assert setting_of("megatron-bridge", "model.made_up") is None

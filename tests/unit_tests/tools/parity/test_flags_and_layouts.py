@@ -45,7 +45,7 @@ def test_flags_are_read_and_written_as_they_were():
         ("E|(t|)*2tL", ["E", "t", "t", "tL"]),
     ],
 )
-def test_layout_strings(text, stages):
+def test_a_layout_string_is_read_as_stages(text, stages):
     assert stages_of(text) == stages
 
 

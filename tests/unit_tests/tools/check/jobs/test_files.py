@@ -127,7 +127,7 @@ def texts(job: Job) -> str:
     return "\n".join(one.text for one in job.found)
 
 
-def test_megatron_bridge(tmp_path: Path) -> None:
+def test_a_megatron_bridge_file_is_read(tmp_path: Path) -> None:
     job = read(tmp_path, "bridge.yaml", BRIDGE)
     assert job.framework == "megatron-bridge"
     assert job.given["num_experts"] == 64
@@ -155,7 +155,7 @@ def test_sequence_lengths_of_megatron_bridge_must_agree(tmp_path: Path) -> None:
     assert [one.level for one in job.found if one.name == "sequence-lengths-differ"] == [ERROR]
 
 
-def test_verl(tmp_path: Path) -> None:
+def test_a_verl_file_is_read(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**sizes, "tie_word_embeddings": True}))
@@ -177,14 +177,14 @@ def test_another_number_of_gpus_is_a_risk(tmp_path: Path) -> None:
     assert any(one.name == "other-number-of-gpus" and "is 16 GPUs, but --gpus is 8" in one.text for one in found)
 
 
-def test_ms_swift(tmp_path: Path) -> None:
+def test_an_ms_swift_file_is_read(tmp_path: Path) -> None:
     job = read(tmp_path, "swift.yaml", SWIFT)
     assert (job.framework, job.args["seq_length"], job.args["variable_seq_lengths"]) == ("ms-swift", 8192, True)
     assert job.given["decoder_last_pipeline_num_layers"] == 13
     assert job.unknown == ("made_up",)
 
 
-def test_torchtitan(tmp_path: Path) -> None:
+def test_a_torchtitan_file_is_read(tmp_path: Path) -> None:
     job = read(tmp_path, "llama.toml", TITAN)
     assert (job.framework, job.args["num_layers"], job.args["seq_length"]) == ("torchtitan", 80, 8192)
     assert (job.args["pipeline_model_parallel_size"], job.args["data_parallel_size"]) == (4, 2)
@@ -197,7 +197,7 @@ def test_torchtitan(tmp_path: Path) -> None:
     assert "GPUs" not in texts(read(tmp_path, "llama.toml", unsaid, gpus=16))
 
 
-def test_megatrons_own_yaml(tmp_path: Path) -> None:
+def test_megatrons_yaml_file_is_read(tmp_path: Path) -> None:
     job = read(tmp_path, "gpt.yaml", OLD_MEGATRON)
     assert (job.framework, job.args["num_layers"], job.args["data_parallel_size"]) == ("megatron", 24, 8)
     assert job.unknown == ("made_up",)

@@ -85,7 +85,7 @@ def read(folder: Path, text: str, *words: str, gpus: int = 8) -> Job:
     return read_job(Given([str(folder / "run.sh"), *words], gpus))
 
 
-def test_slime(tmp_path: Path) -> None:
+def test_a_slime_script_is_read(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "qwen.sh").write_text(MODEL)
     job = read(tmp_path, SLIME)
@@ -99,7 +99,7 @@ def test_slime(tmp_path: Path) -> None:
     assert not (tmp_path / "RAN").exists()
 
 
-def test_ms_swift(tmp_path: Path) -> None:
+def test_an_ms_swift_script_is_read(tmp_path: Path) -> None:
     job = read(tmp_path, SWIFT)
     assert (job.framework, job.args["seq_length"], job.given["sequence_parallel"]) == ("ms-swift", 8192, True)
     assert job.unknown == ()
@@ -108,13 +108,13 @@ def test_ms_swift(tmp_path: Path) -> None:
     )
 
 
-def test_verl(tmp_path: Path) -> None:
+def test_a_verl_script_is_read(tmp_path: Path) -> None:
     job = read(tmp_path, VERL)
     assert (job.framework, job.given["pipeline_model_parallel_size"]) == ("verl", 4)
     assert job.given["decoder_last_pipeline_num_layers"] == 7
 
 
-def test_a_megatron_script(tmp_path: Path) -> None:
+def test_a_shell_script_of_megatron_is_read(tmp_path: Path) -> None:
     """The Python script does not exist here, so the table reads its flags."""
     job = read(tmp_path, MEGATRON, "--bf16", gpus=16)
     assert (job.framework, job.validated) == ("megatron", False)
@@ -195,7 +195,7 @@ def test_a_branch_that_does_not_run_is_not_read(tmp_path: Path) -> None:
         ("(( A > 2 ))", None),
     ],
 )
-def test_conditions(condition: str, known: bool | None, tmp_path: Path) -> None:
+def test_shell_conditions_are_decided_if_they_can_be_known(condition: str, known: bool | None, tmp_path: Path) -> None:
     text = f"A=3\nEMPTY=\nLAYERS=2\nif {condition}; then\nLAYERS=4\nfi\nif python - <<X\nif True: x()\nX\n"
     job = read(tmp_path, f"{text}torchrun pretrain_gpt.py --num-layers $LAYERS\n")
     assert job.given["num_layers"] == (2 if known is False else 4)

@@ -136,7 +136,7 @@ def test_names_beside_a_file_have_its_sizes(command):
     assert command("simulate", "--compare", "all,compute.csv")[0] == 0
 
 
-def test_files_of_two_sizes_do_not_stand_side_by_side(command):
+def test_files_of_different_sizes_are_not_compared(command):
     save_plan(build_plan(PlanSpec("gpipe", 2, 1, 3)), "three.csv")
     words = ("compute.csv is a schedule of 4 microbatches on 2 ranks, three.csv of 3 on 2",)
     assert_refused(command("simulate", "--compare", "compute.csv,three.csv"), 2, *words)

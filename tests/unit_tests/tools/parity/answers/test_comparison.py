@@ -64,7 +64,7 @@ def compared(*records: Record) -> Comparison:
     return compare_records(list(records), alone(np.float32), alone(np.float64))
 
 
-def test_equal_and_rounding():
+def test_small_differences_count_as_rounding():
     assert compared(rank_of(0, 1, "TP")).verdict == EQUAL
     nearly = values(GRAD) * (1 + 1e-6)
     found = compared(rank_of(0, 1, "TP", gradient=nearly))

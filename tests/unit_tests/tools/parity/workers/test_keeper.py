@@ -94,7 +94,7 @@ def test_after_the_preparation_there_is_no_deadline():
     assert work_apart(work, 1.0, WHAT) == "done"
 
 
-def test_a_process_that_the_script_forks_is_not_the_one_that_answers():
+def test_a_process_forked_by_the_script_does_not_answer():
     def work(place: Workplace) -> int:
         if not os.fork():
             raise SystemExit(0)
