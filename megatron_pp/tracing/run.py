@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from array import array
 from collections import defaultdict
@@ -63,7 +64,7 @@ def load_run(folder: str | Path, run: str | None = None, rank: int = 0) -> Trace
     FileFormatError: no traces, several runs, a missing rank, unreadable files, no step that all ranks recorded."""
     runs = run_names(folder)
     if not runs:
-        raise FileFormatError(f"{folder}: there are no traces (files named trace-RUN-rankN.jsonl)")
+        raise FileFormatError(f"{folder}: {_why_none(Path(folder))}")
     if run is None and len(runs) > 1:
         names = ", ".join(runs)
         raise FileFormatError(f"{folder}: there are traces of {len(runs)} runs: {names}; choose one with --run")
@@ -80,6 +81,17 @@ def load_run(folder: str | Path, run: str | None = None, rank: int = 0) -> Trace
 def run_names(folder: str | Path) -> list[str]:
     """The runs whose traces are in ``folder``, oldest first."""
     return sorted({path.name.split("-")[1] for path in Path(folder).glob("trace-*-rank*.jsonl")})
+
+
+def _why_none(folder: Path) -> str:
+    """Why no traces were found in this folder."""
+    try:
+        os.listdir(folder)
+    except FileNotFoundError:
+        return "the folder does not exist, so there are no traces"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return "there are no traces (files named trace-RUN-rankN.jsonl)"
 
 
 def pipeline_of(traces: Sequence[RankTrace], rank: int, folder: str) -> TracedRun:

@@ -149,10 +149,13 @@ def _flag(name: str) -> str:
 
 
 def load_script(path: str, arguments: Sequence[str]) -> Callable[[], None]:
-    """A function that runs the script as ``__main__``. Raises OSError if the file does not exist."""
+    """A function that runs the script as ``__main__``. Raises UsageError if the file cannot be read."""
     file = os.path.abspath(path)
-    with io.open_code(file) as script:
-        source = script.read()
+    try:
+        with io.open_code(file) as script:
+            source = script.read()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     _begin(os.path.dirname(os.path.realpath(path)), [path, *arguments])
     code = compile(source, file, "exec", dont_inherit=True)
     return partial(_execute, code, file, loader=SourceFileLoader("__main__", file))

@@ -88,6 +88,8 @@ plan -o '' | argument -o/--output: '' is not the name of a file
 report '' | '' is not the name of a folder
 simulate --megatron-args '' | '' has no argument of Megatron
 simulate --megatron-args job | 'job' has no argument of Megatron; write arguments as --num-layers 32
+report nowhere | nowhere: the folder does not exist, so there are no traces
+report compute.csv | compute.csv: cannot be read (Not a directory)
 plan -s 1F1B | is not known (did you mean 1f1b?)
 plan -s zbv | is not known (did you mean zb_v?)
 plan -s dualpipe | is not known (did you mean dualpipe_v?)

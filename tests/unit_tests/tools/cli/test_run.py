@@ -16,6 +16,7 @@ from megatron_pp.integrations import megatron_core
 from megatron_pp.integrations.megatron import stand_ins
 from megatron_pp.integrations.megatron.settings import TABLE
 from megatron_pp.tools.cli import run
+from megatron_pp.tools.cli.errors import UsageError
 from tests.unit_tests.integrations.test_megatron_versions import published_schedules
 from tests.unit_tests.tools.cli.conftest import assert_refused
 
@@ -178,6 +179,12 @@ def test_a_wrong_setting_is_reported_before_the_script_runs(
     Path("words.toml").write_text("overlap_p2p_comm = yes\n")
     assert_refused(command("run", *flags, script(NOTE_ARGUMENTS)), 2, "megatron-pp run: ", words)
     assert not Path("arguments").exists()
+
+
+def test_a_script_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """As one without permission; the script of this test is gone when it is to run."""
+    with pytest.raises(UsageError, match=r"gone.py: cannot be read \(No such file or directory\)"):
+        run.load_script(str(tmp_path / "gone.py"), [])
 
 
 def test_help_has_groups_and_choices(command: Callable[..., tuple[int, str, str]]) -> None:
