@@ -38,10 +38,9 @@ class FeatureOp(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A feature.
+    """A feature. Modules are named as ``on_demand.load`` takes them, with their folder.
 
     folder      in ``features/``
-    modules     that load late: name in ``on_demand`` -> module in the folder
     rows        the module whose ROWS, a ``PlanFeature``, has the rows of its instructions
     plan        the module whose HOOKS, a ``PlanHooks``, take part in orders, lowering and verification
     step        the module whose STEP, a ``StepHooks``, takes part in a step
@@ -65,7 +64,6 @@ class Row:
     """
 
     folder: str
-    modules: Mapping[str, str]
     rows: str = ""
     plan: str = ""
     step: str = ""
@@ -93,14 +91,9 @@ FEATURES = (
     # From the innermost to the outermost of those that run one forward or backward.
     Row(
         "skip_tensors",
-        {
-            "skip_instructions": "skip_instructions",
-            "skip_hooks": "skip_hooks",
-            "skip_tensors": "skip_runner",
-        },
-        rows="skip_instructions",
-        plan="skip_hooks",
-        step="skip_tensors",
+        rows="skip_tensors.skip_instructions",
+        plan="skip_tensors.skip_hooks",
+        step="skip_tensors.skip_runner",
         ops={"DROP": FeatureOp(RELEASE)},
         spec={"skip_tensors": (), "skip_cache": RECEIVED},
         written=False,
@@ -113,15 +106,9 @@ FEATURES = (
     ),
     Row(
         "offload",
-        {
-            "offload_instructions": "offload_instructions",
-            "offload_lowering": "offload_lowering",
-            "offload_costs": "offload_costs",
-            "offload": "offload_runner",
-        },
-        rows="offload_instructions",
-        plan="offload_lowering",
-        step="offload",
+        rows="offload.offload_instructions",
+        plan="offload.offload_lowering",
+        step="offload.offload_runner",
         ops={
             "OFFLOAD": FeatureOp(TO_HOST),
             "FREE_OFFLOAD": FeatureOp(COPY_WAIT, "OFFLOAD"),
@@ -131,21 +118,15 @@ FEATURES = (
         spec={"offload_chunks": None, "offload_slots": 1},
         private=("offload_chunks", "offload_slots"),
         config={"offload_chunks": None, "offload_slots": 1},
-        costs="offload_costs",
+        costs="offload.offload_costs",
         stage_times={"offload": ("OFFLOAD", "LOAD")},
         measured=("offload",),
         families={"interleaved_zb": {"pipe_offload": "pipe_offload"}},
     ),
     Row(
         "slices",
-        {
-            "slices": "sequence_slice",
-            "key_values": "key_values",
-            "slice_hooks": "slice_hooks",
-            "slice_times": "slice_times",
-        },
-        plan="slice_hooks",
-        step="slices",
+        plan="slices.slice_hooks",
+        step="slices.sequence_slice",
         spec={"slices": 1},
         # (chunk, microbatch) pairs whose keys and values attention keeps for later slices: from the forward of the
         # first slice, each forward adding its own, until the backward of the first one (in evaluation, the last
@@ -153,21 +134,15 @@ FEATURES = (
         views=("key_values",),
         config={"sequence_slices": 1},
         shown={"slices": "sequence_slices"},
-        costs="slice_times",
+        costs="slices.slice_times",
         other_costs={"attention": 0.0},
         families={"dualpipe_v": dict.fromkeys(_SLICED, "sliced")},
     ),
     Row(
         "output_layer",
-        {
-            "output_instructions": "output_instructions",
-            "output_layer_lowering": "output_lowering",
-            "output_costs": "output_costs",
-            "output_layer": "output_runner",
-        },
-        rows="output_instructions",
-        plan="output_layer_lowering",
-        step="output_layer",
+        rows="output_layer.output_instructions",
+        plan="output_layer.output_lowering",
+        step="output_layer.output_runner",
         ops={
             "S": FeatureOp(PASS),
             "T": FeatureOp(PASS),
@@ -178,7 +153,7 @@ FEATURES = (
             "WAIT_ALL_REDUCE": FeatureOp(COLLECTIVE_WAIT, "ALL_REDUCE"),
             "WAIT_REDUCE": FeatureOp(COLLECTIVE_WAIT, "REDUCE"),
         },
-        costs="output_costs",
+        costs="output_layer.output_costs",
         other_costs={"output_layer": (0.0, 0.0, 0.0), "passes": (0.0, 0.0)},
         views=("logits",),  # microbatches between S and T: their softmax is kept, of the rank's rows
         families={"dualpipe_v": {"vocab_1f1b": "vocabulary", "vocab_1f1b_alg1": "vocabulary"}},
@@ -187,16 +162,9 @@ FEATURES = (
     ),
     Row(
         "fsdp",
-        {
-            "fsdp_instructions": "fsdp_instructions",
-            "fsdp_lowering": "fsdp_lowering",
-            "fsdp_costs": "fsdp_costs",
-            "fsdp_by_cost": "by_cost",
-            "fsdp": "fsdp_runner",
-        },
-        rows="fsdp_instructions",
-        plan="fsdp_lowering",
-        step="fsdp",
+        rows="fsdp.fsdp_instructions",
+        plan="fsdp.fsdp_lowering",
+        step="fsdp.fsdp_runner",
         ops={
             "UNSHARD": FeatureOp(GATHER),
             "WAIT_UNSHARD": FeatureOp(REPLICA_WAIT, "UNSHARD"),
@@ -206,7 +174,7 @@ FEATURES = (
         },
         spec={"fsdp_collectives": "", "fsdp_max_active_stages": 0},
         config={"fsdp_collectives": None, "fsdp_max_active_stages": None},
-        costs="fsdp_costs",
+        costs="fsdp.fsdp_costs",
         stage_times={"unshard": ("UNSHARD",), "reduce_grad": ("REDUCE_GRAD",)},
         measured=("unshard", "reduce_grad"),
         views=(
@@ -216,19 +184,13 @@ FEATURES = (
     ),
     Row(
         "pairs",
-        {
-            "pair_instructions": "pair_instructions",
-            "pair_hooks": "pair_hooks",
-            "pair_costs": "pair_costs",
-            "pairs": "pair_runner",
-        },
-        rows="pair_instructions",
-        plan="pair_hooks",
-        step="pairs",
+        rows="pairs.pair_instructions",
+        plan="pairs.pair_hooks",
+        step="pairs.pair_runner",
         ops={"PAIR": FeatureOp(JOINED)},
         spec={"overlap_pairs": False},
         config={"overlapped_forward_backward": None},
-        costs="pair_costs",
+        costs="pairs.pair_costs",
         other_costs={"pair_sends": (1.0, 1.0)},
         families={"gis_h": {"combined_1f1b": "combined"}},
     ),
@@ -241,13 +203,6 @@ def families_behind(name: str) -> dict[str, str]:
         family: f"megatron_pp.features.{row.folder}.{module}"
         for row in FEATURES
         for family, module in row.families.get(name, {}).items()
-    }
-
-
-def module_names() -> dict[str, str]:
-    """The modules of all features for ``on_demand``."""
-    return {
-        name: f"megatron_pp.features.{row.folder}.{module}" for row in FEATURES for name, module in row.modules.items()
     }
 
 

@@ -8,8 +8,6 @@ import importlib
 import sys
 from typing import Any
 
-from megatron_pp.feature_table import module_names
-
 MODULES = {
     # Settings of a step.
     "measure": "megatron_pp.features.measuring.measuring",
@@ -27,14 +25,17 @@ MODULES = {
     "named_tensors": "megatron_pp.features.named_tensors.named_steps",
     "v_placement": "megatron_pp.integrations.megatron.steps.v_placement",
     "megatron_order": "megatron_pp.integrations.megatron.graph_order",
-    # What features have.
-    **module_names(),
 }
 
 
+def path_of(name: str) -> str:
+    """The path of the module of this name in MODULES, or of a module of a feature, which has its folder in its name."""
+    return f"megatron_pp.features.{name}" if "." in name else MODULES[name]
+
+
 def load(name: str) -> Any:
-    """The module of this name in MODULES."""
-    return importlib.import_module(MODULES[name])
+    """The module of this name, as in ``path_of``."""
+    return importlib.import_module(path_of(name))
 
 
 def is_loaded(module: str) -> bool:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megatron_pp.common.finalizers import call_if_alive
 from megatron_pp.faults import heartbeat, watchdog
-from megatron_pp.on_demand import MODULES, load
+from megatron_pp.feature_table import FEATURES
+from megatron_pp.on_demand import load
 from megatron_pp.testing.threads import run_ranks
 from testkit.streams import DeviceRules, StreamNetwork, virtual_cuda
 from testkit.streams.check import StreamReport
@@ -109,6 +110,7 @@ def virtual_machine(*places: tuple[Any, str, Any]) -> Iterator[None]:
     """A context in which ``torch.cuda`` and ``torch.distributed`` are virtual. ``places``: further replacements,
     (place, name, new)."""
     # A copy of the package may lack it.
-    of_processes = [(load("slices"), "_RUNNING", _OfRank())] if "slices" in MODULES else []
+    sliced = [load(row.step) for row in FEATURES if row.folder == "slices"]
+    of_processes = [(module, "_RUNNING", _OfRank()) for module in sliced]
     with virtual_cuda(), virtual_distributed(), patch.dict(os.environ), replaced([*of_processes, *places]):
         yield

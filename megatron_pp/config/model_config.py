@@ -130,7 +130,7 @@ class ModelParallelConfig:
     overlapped_forward_backward: Hook = read_by_steps(
         "runs a forward and a backward of another microbatch as a pair (not in Megatron; see "
         "megatron_pp.features.pairs)",
-        kinds.function_of("pairs", "PAIR_FUNCTIONS"),
+        kinds.function_of("pairs.pair_runner", "PAIR_FUNCTIONS"),
         cli=False,
     )
     barrier_with_L1_time: bool = read_by_steps("level-1 timers start after a barrier", kinds.FLAG)  # noqa: N815 (Megatron's name)

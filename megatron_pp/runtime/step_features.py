@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.feature_table import FEATURES, Row
-from megatron_pp.on_demand import MODULES, is_loaded, load
+from megatron_pp.on_demand import is_loaded, load, path_of
 from megatron_pp.plan.builder import settings_of
 from megatron_pp.plan.ir.feature import rows_asked_by
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from megatron_pp.runtime.step_hooks import StepHooks
 
 _OF_MODELS = [row for row in FEATURES if row.of_models]
-MODULES_OF_MODELS = [MODULES[row.step] for row in _OF_MODELS]
+MODULES_OF_MODELS = [path_of(row.step) for row in _OF_MODELS]
 
 
 def step_hooks(spec: PlanSpec) -> list[StepHooks]:
     """The hooks of the features in a plan of ``spec``, and of features for which the program has made a layer."""
     rows = rows_in(spec, find_family(spec.schedule).barriers)
-    of_models = [row for row in _OF_MODELS if row not in rows and is_loaded(MODULES[row.step])]
+    of_models = [row for row in _OF_MODELS if row not in rows and is_loaded(path_of(row.step))]
     return [load(row.step).STEP for row in (*rows, *of_models)]
 
 

@@ -126,7 +126,7 @@ def sharded_plan(spec: PlanSpec, lower: Callable[[PlanSpec], Plan]) -> Plan:
     own = find_family(spec.schedule).programs
     programs = own(spec) if own is not None else None
     if programs is None and spec.fsdp_collectives == BY_COST:
-        return replace(plan, spec=spec, programs=load("fsdp_by_cost").placed_by_cost(plan, spec))
+        return replace(plan, spec=spec, programs=load("fsdp.by_cost").placed_by_cost(plan, spec))
     return replace(plan, spec=spec, programs=programs or Sharded(plan.programs, lambda rank: preset(plan, spec, rank)))
 
 
