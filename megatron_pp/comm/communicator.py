@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_pp.comm.transport import Edge, Preparation, Transport
 from megatron_pp.comm.wait_handle import UNWATCHED, Tensors, WaitHandle, version_of
@@ -192,18 +191,9 @@ class P2PCore:
         return tuple(tensor.detach().contiguous() for tensor in tensors)
 
     def _check_sendable(self, tensor: Any, dtype: torch.dtype | None) -> None:
-        is_sendable = (
-            isinstance(tensor, torch.Tensor)
-            and tensor.dtype is (dtype or self.dtype)
-            and tensor.device == self.device
-            and tensor.layout is torch.strided
-            and not tensor.is_nested
-            and (tensor.__class__ is torch.Tensor or not is_traceable_wrapper_subclass(tensor))
-        )
-        if not is_sendable:
-            from megatron_pp.comm import refused_sends
+        from megatron_pp.comm.refused_sends import check_sendable
 
-            raise refused_sends.error_of(tensor, dtype, self.dtype, self.device)
+        check_sendable(tensor, dtype, self.dtype, self.device)
         if self.ahead is not None:
             self.ahead.check_dimensions(tensor)
 

@@ -1,17 +1,33 @@
-"""Why a value cannot be sent between stages."""
+"""Whether a value can be sent between stages, and why one cannot."""
 
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_pp.errors import P2PTypeError
 
 
-def error_of(
+def check_sendable(
+    value: Any, declared: torch.dtype | None, pipeline_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Raises P2PTypeError unless ``value`` is a plain tensor of the ``declared`` dtype (by default ``pipeline_dtype``)
+    on ``device``."""
+    is_sendable = (
+        isinstance(value, torch.Tensor)
+        and value.dtype is (declared or pipeline_dtype)
+        and value.device == device
+        and value.layout is torch.strided
+        and not value.is_nested
+        and (value.__class__ is torch.Tensor or not is_traceable_wrapper_subclass(value))
+    )
+    if not is_sendable:
+        raise _error_of(value, declared, pipeline_dtype, device)
+
+
+def _error_of(
     value: Any, declared: torch.dtype | None, pipeline_dtype: torch.dtype | None, device: torch.device
 ) -> P2PTypeError:
-    """The error for a ``value`` that is no plain tensor of the ``declared`` dtype (by default ``pipeline_dtype``) on
-    ``device``."""
     if not isinstance(value, torch.Tensor):
         return P2PTypeError(
             f"a {type(value).__name__} cannot be sent between stages; it must be a tensor or a list of tensors"

@@ -13,7 +13,7 @@ from megatron_pp.config.checks import whole_number
 from megatron_pp.config.setting_names import variable_of
 from megatron_pp.config.step_fields import CHECKS, DEFAULTS, IN_ENVIRONMENT, StepFields
 from megatron_pp.errors import ConfigError, ScheduleInputError
-from megatron_pp.plan.ir.spec import ANY_WAIT, DEVICE_SYNC, ONE_QUEUE, ONE_WAY, STATIC_BUFFERS
+from megatron_pp.plan.ir.spec import ONE_WAY
 
 TE_GRAPHS = "transformer_engine"
 """A value of ``cuda_graph_impl``: layers run in CUDA graphs that Megatron captures by Transformer Engine."""
@@ -78,18 +78,6 @@ class StepSettings(StepFields):
     def shapes_vary(self) -> bool:
         """Whether microbatches differ in shape."""
         return bool(self.variable_seq_lengths or self.mtp_standalone)
-
-    def device_rules(self) -> tuple[str, ...]:
-        """The rules of a CUDA device that the plan of this step must satisfy; see ``plan/ir/spec.py``."""
-        # Megatron's timers around each forward and backward synchronise the device.
-        timed = getattr(self.timers, "_log_level", 0) >= 2
-        holds = {
-            ONE_QUEUE: True,
-            ANY_WAIT: self.device_sync is not False,
-            DEVICE_SYNC: timed if self.device_sync is None else self.device_sync,
-            STATIC_BUFFERS: self.cuda_graph_impl == TE_GRAPHS,
-        }
-        return tuple(rule for rule, true in holds.items() if true)
 
     @property
     def one_way(self) -> bool:

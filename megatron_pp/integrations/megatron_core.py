@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
+from megatron_pp.config.setting_names import PREFIX
 from megatron_pp.errors import NotServedError, UnknownMegatronError
-from megatron_pp.integrations.megatron.given import FILE_VARIABLE, InstallSettings, in_environment
+from megatron_pp.integrations.megatron.given import InstallSettings
 from megatron_pp.integrations.megatron.releases.release import load_megatron
 from megatron_pp.integrations.megatron.stand_ins import BLOCKS, CHANGES, State, current, put_in_place
 from megatron_pp.integrations.megatron.steps.gpt_models import model_classes
@@ -47,7 +48,7 @@ def install(strict: bool | None = None, *, settings: str | PathLike[str] | None 
 
 def _given(file: str | PathLike[str] | None, strict: bool | None, others: Mapping[str, Any]) -> InstallSettings:
     """Raises ConfigError."""
-    nothing = file is None and not others and not in_environment(os.environ) and not os.environ.get(FILE_VARIABLE)
+    nothing = file is None and not others and not any(name.startswith(PREFIX) for name in os.environ)
     if nothing and (strict is None or isinstance(strict, bool)):
         return InstallSettings(strict=strict is True)
     from megatron_pp.integrations.megatron.settings import read_settings

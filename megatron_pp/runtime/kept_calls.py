@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _MOST = 4  # calls of one model: steps of training and evaluation, also with other hooks
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
-_NOT_COMPARED: dict[str, Any] = {"step_number": None}  # it may differ in each call, and is checked in each
+_NUMBER = StepSettings._fields.index("step_number")
 _OF_ONE_CALL = {"inputs", "settings", "number", "weights", "communicator"}  # fields of a Step
 
 _CALLS: ObjectTable[list[Kept]] = ObjectTable()  # by first model chunk; the newest first
@@ -96,7 +96,7 @@ def to_keep(host: Host, step: Step) -> Kept | None:
     group = pipeline_group(inputs, host.alone)
     if group is not step.communicator.pp_group:  # one rank of a pipeline, without the others
         return None
-    known, settings = _CALLS.get(inputs.chunks[0]) or (), step.settings._replace(**_NOT_COMPARED)
+    known, settings = _CALLS.get(inputs.chunks[0]) or (), _compared(step.settings)
     others, shapes = _others(host, step.settings, group), host.shapes_compared(step.settings, group)
     try:
         read = next((one.settings for one in known if one.settings == settings), None) or Read(settings)
@@ -115,7 +115,7 @@ def keep(model: Any, call: Kept) -> None:
 
 def taken_over(host: Host, settings: StepSettings) -> Step | None:
     """The step of a call, if an earlier one has read the same; else None."""
-    inputs, compared = host.inputs, settings._replace(**_NOT_COMPARED)
+    inputs, compared = host.inputs, _compared(settings)
     same = [one for one in _CALLS.get(inputs.chunks[0]) or () if one.settings == compared]
     if not same or not host.keeps_calls or inputs.adjust_tensor_shapes_fn is not None or _has_models_of_features():
         return None
@@ -131,6 +131,11 @@ def taken_over(host: Host, settings: StepSettings) -> Step | None:
         return None
     number = host.step_number(settings)
     return Step(inputs=inputs, settings=settings, number=number, weights=None, communicator=communicator, **kept.found)
+
+
+def _compared(settings: StepSettings) -> tuple[Any, ...]:
+    """The settings without the step's number, which may differ in each call, and is checked in each."""
+    return settings[:_NUMBER] + settings[_NUMBER + 1 :]
 
 
 def _others(host: Host, settings: StepSettings, group: Any) -> tuple[Any, ...]:

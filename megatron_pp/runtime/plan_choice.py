@@ -92,7 +92,11 @@ def fields_of_device(settings: StepSettings, transport: Transport) -> dict[str, 
     """The fields of a PlanSpec that depend on what the transport runs on."""
     # One more is pending: a send is posted before the rank waits for the one ``release_after`` operations older.
     after = 1 if transport.pollable else max(1, int(settings.max_pending_sends) - 1)
-    device = settings.device_rules() if transport.backend == "nccl" else ()
+    device: tuple[str, ...] = ()
+    if transport.backend == "nccl":
+        from megatron_pp.config.device_rules import device_rules
+
+        device = device_rules(settings)
     return {"release_after": after, "device": device}
 
 

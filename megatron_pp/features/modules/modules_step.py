@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_pp.config.settings import StepSettings
+from megatron_pp.config.settings import TE_GRAPHS, StepSettings
 from megatron_pp.errors import ScheduleInputError
 from megatron_pp.features.modules.graph import Module, ModuleGraph, module_graphs
 from megatron_pp.features.modules.modules_plan import ModulesSpec, modules_plan, modules_spec
@@ -153,7 +153,7 @@ def unserved_setting(settings: StepSettings) -> str | None:
         (settings.microbatch_costs is not None, "microbatch_costs"),
         (bool(settings.measure), "measure"),
         (bool(settings.trace_dir), "trace_dir"),
-        ("static_buffers" in settings.device_rules(), f"cuda_graph_impl {settings.cuda_graph_impl!r}"),
+        (settings.cuda_graph_impl == TE_GRAPHS, f"cuda_graph_impl {settings.cuda_graph_impl!r}"),
     ):
         if is_asked:
             return what

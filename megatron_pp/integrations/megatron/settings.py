@@ -14,9 +14,20 @@ from megatron_pp.common.names import unknown
 from megatron_pp.config import kinds, rules
 from megatron_pp.config.kinds import Kind
 from megatron_pp.config.model_config import ModelParallelConfig
-from megatron_pp.config.setting_names import PREFIX
+from megatron_pp.config.setting_names import PREFIX, variable_of
 from megatron_pp.errors import ConfigError
-from megatron_pp.integrations.megatron.given import FILE_VARIABLE, InstallSettings, in_environment
+from megatron_pp.integrations.megatron.given import InstallSettings
+
+FILE_VARIABLE = variable_of("settings")
+OTHER_VARIABLES = frozenset(
+    PREFIX + name
+    for name in (
+        *("SETTINGS", "NVTX", "PYTHON", "PYTHON_VERSION", "OTHER_PYTHON", "VENV", "TORCH", "URL", "LAUNCHER"),
+        *("BENCHMARK_MEGATRON_SOURCE", "TEST_JOBS", "TEST_AUTOGRAD_THREAD", "EXHAUSTIVE", "FUZZ", "RACE_REPEATS"),
+        "SCREENSHOTS",
+    )
+)
+"""Environment variables of this project's scripts, build, benchmarks and tests, which are not settings."""
 
 
 class Setting(NamedTuple):
@@ -74,10 +85,12 @@ def value_of_text(name: str, text: str, where: str) -> Any:
 
 
 def _from_environment() -> dict[str, Any]:
+    """An empty variable counts as not set."""
     given = {}
-    for variable, text in in_environment(os.environ).items():
-        name = variable.removeprefix(PREFIX).lower()
-        given[name] = value_of_text(name, text, f"environment variable {variable}")
+    for variable, text in os.environ.items():
+        if variable.startswith(PREFIX) and variable not in OTHER_VARIABLES and text:
+            name = variable.removeprefix(PREFIX).lower()
+            given[name] = value_of_text(name, text, f"environment variable {variable}")
     return given
 
 

@@ -19,8 +19,8 @@ from megatron_pp.config.setting_names import PREFIX
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ConfigError
 from megatron_pp.features.pairs.pair_runner import in_turn
-from megatron_pp.integrations.megatron.given import OTHER_VARIABLES, InstallSettings
-from megatron_pp.integrations.megatron.settings import SWITCHES, TABLE, read_settings
+from megatron_pp.integrations.megatron.given import InstallSettings
+from megatron_pp.integrations.megatron.settings import OTHER_VARIABLES, SWITCHES, TABLE, read_settings
 from testkit.pages import ROOT
 
 # Setting -> its text in the environment, its line in a file, what the engine gets.

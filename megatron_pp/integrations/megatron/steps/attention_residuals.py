@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations.megatron.given import with_overrides
+from megatron_pp.integrations.megatron.overridden import with_overrides
 from megatron_pp.integrations.megatron.releases.versions import ENTRIES
 
 FIELD = "enable_attention_residuals"

@@ -11,7 +11,7 @@ import torch
 from megatron_pp.config import rules
 from megatron_pp.config.settings import LOCAL_GRAPHS, StepSettings, checked
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.integrations.megatron.given import InstallSettings, with_overrides
+from megatron_pp.integrations.megatron.given import InstallSettings
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.steps.gpt_models import has_built_v
 from megatron_pp.integrations.megatron.steps.known_steps import KnownSteps, MicrobatchSteps
@@ -101,8 +101,11 @@ class MegatronHost(Host):
     @cached_property
     def overridden_config(self) -> Any:
         """For those functions of Megatron's that read fields which `install()` may override."""
-        overrides = self.installed.overrides
-        return with_overrides(self.config, overrides) if overrides else self.config
+        if not self.installed.overrides:
+            return self.config
+        from megatron_pp.integrations.megatron.overridden import with_overrides
+
+        return with_overrides(self.config, self.installed.overrides)
 
     @property
     def joins(self) -> bool:
