@@ -40,10 +40,10 @@ from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from megatron_pp.runtime.engine.compute import Shapes, StepOptions
+from megatron_pp.runtime.engine.compute import Shapes
 from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.runtime.engine.gradient_hooks import SyncHooks
-from megatron_pp.runtime.engine.model_steps import ModelSteps
+from megatron_pp.runtime.engine.model_steps import ModelSteps, StepOptions
 from megatron_pp.runtime.engine.swapped_outputs import deallocate_output_tensor
 from megatron_pp.runtime.stage import PipelineStage
 

@@ -18,8 +18,8 @@ from megatron_pp.errors import ScheduleInputError
 from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.interleaved import schedule_table, warmup_forwards
 from megatron_pp.runtime.arguments import StepInputs, check_required
-from megatron_pp.runtime.engine.compute import Activation, StepOptions, backward_through
-from megatron_pp.runtime.engine.model_steps import ModelSteps
+from megatron_pp.runtime.engine.compute import Activation, backward_through
+from megatron_pp.runtime.engine.model_steps import ModelSteps, StepOptions
 from megatron_pp.runtime.engine.swapped_outputs import custom_backward, deallocate_output_tensor
 from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.own_host import OwnHost

@@ -14,7 +14,6 @@ from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime import plan_choice
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.engine.compute import StepOptions
 from megatron_pp.runtime.engine.executor import Feature
 from megatron_pp.runtime.message_shapes import tensor_shapes
 from megatron_pp.runtime.model_checks.chunk_places import check_places, describe_layers
@@ -143,7 +142,7 @@ class Host:
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=step.settings.barrier_with_L1_time)
 
-    def steps(self, step: Step, plan: Plan, options: StepOptions) -> Any:
+    def steps(self, step: Step, plan: Plan) -> Any:
         """The ``Steps`` that runs a microbatch through a chunk; it has the ``record`` of a ModelSteps."""
         raise NotImplementedError
 

@@ -10,8 +10,7 @@ import torch
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.plan.ir.spec import Plan
-from megatron_pp.runtime.engine.compute import StepOptions
-from megatron_pp.runtime.engine.model_steps import ModelSteps
+from megatron_pp.runtime.engine.model_steps import ModelSteps, StepOptions
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.step import Step
 from megatron_pp.runtime.step_features import hooks_of
@@ -22,10 +21,10 @@ class OwnHost(Host):
 
     keeps_calls = True
 
-    def steps(self, step: Step, plan: Plan, options: StepOptions) -> Any:
+    def steps(self, step: Step, plan: Plan) -> Any:
         inputs = self.inputs
         kind = kind_of_steps(plan) if step.of_rank.has_features else ModelSteps
-        return kind(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, step.settings, options)
+        return kind(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, step.settings, options_of(step))
 
     def finish(self, step: Step, steps: Any) -> None:
         inputs, tokens, device = self.inputs, steps.record.num_tokens, step.communicator.device
@@ -33,6 +32,27 @@ class OwnHost(Host):
             more = inputs.pg_collection, inputs.force_all_reduce
             finalize_gradients(step.settings, inputs.chunks, tokens, device, *more)
         self.stop_timer(step)
+
+
+def options_of(step: Step) -> StepOptions:
+    """The options of ``step`` for its ``ModelSteps``."""
+    inputs = step.inputs
+    whole_sequence = None
+    if step.cp_size > 1 and not inputs.forward_only and not step.settings.calculate_per_token_loss:
+        from megatron_pp.runtime.engine.context_parallel_loss import WholeSequence
+
+        whole_sequence = WholeSequence(inputs.pg_collection, step.cp_size)
+    return StepOptions(
+        num_microbatches=inputs.num_microbatches,
+        is_last_stage=step.of_rank.is_last_stage,
+        device_type=step.communicator.device.type,
+        cp_size=step.cp_size,
+        forward_only=inputs.forward_only,
+        collect_non_loss_data=inputs.collect_non_loss_data,
+        first_val_step=inputs.first_val_step,
+        checkpoint_flags=step.of_rank.checkpoint_flags,
+        whole_sequence=whole_sequence,
+    )
 
 
 def kind_of_steps(plan: Plan) -> type[ModelSteps]:

@@ -15,7 +15,6 @@ from megatron_pp.faults.attach import describe_step, guard_of, guarded
 from megatron_pp.on_demand import load
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime import kept_calls
-from megatron_pp.runtime.engine.compute import StepOptions
 from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.runtime.engine.gradient_hooks import SyncHooks
 from megatron_pp.runtime.host import Host
@@ -41,7 +40,7 @@ def run_step(step: Step, host: Host) -> list[Any]:
     if plan is not step.of_rank.plan:
         step = replace(step, of_rank=rank_plan(host, step, plan))
     received, sent = step.of_rank.received, step.of_rank.sent
-    steps = host.steps(step, plan, _options(step))
+    steps = host.steps(step, plan)
     watching = [one for observer in observers for one in observer.observers(step, plan, sent)]
     guard = guard_of(communicator, step.settings)
     marks = None if guard is None else guard.marks
@@ -81,26 +80,6 @@ def ranges_if_profiling() -> Observer | None:
     from megatron_pp.tracing.profiler_ranges import profiler_ranges
 
     return profiler_ranges()
-
-
-def _options(step: Step) -> StepOptions:
-    inputs = step.inputs
-    whole_sequence = None
-    if step.cp_size > 1 and not inputs.forward_only and not step.settings.calculate_per_token_loss:
-        from megatron_pp.runtime.engine.context_parallel_loss import WholeSequence
-
-        whole_sequence = WholeSequence(inputs.pg_collection, step.cp_size)
-    return StepOptions(
-        num_microbatches=inputs.num_microbatches,
-        is_last_stage=step.of_rank.is_last_stage,
-        device_type=step.communicator.device.type,
-        cp_size=step.cp_size,
-        forward_only=inputs.forward_only,
-        collect_non_loss_data=inputs.collect_non_loss_data,
-        first_val_step=inputs.first_val_step,
-        checkpoint_flags=step.of_rank.checkpoint_flags,
-        whole_sequence=whole_sequence,
-    )
 
 
 def _executor(step: Step, host: Host, plan: Plan, steps: Any, watching: Sequence[Observer | None]) -> PlanExecutor:

@@ -20,10 +20,10 @@ from megatron_pp.config.settings import StepSettings
 from megatron_pp.features.skip_tensors.routes import SkipTensor
 from megatron_pp.plan.ir.spec import EXPLICIT, ONE_WAY, Plan, PlanSpec
 from megatron_pp.plan.lower.syncs import last_reentry, prepares_in_forward
-from megatron_pp.runtime.engine.compute import Shapes, StepOptions
+from megatron_pp.runtime.engine.compute import Shapes
 from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.runtime.engine.gradient_hooks import SyncHooks
-from megatron_pp.runtime.engine.model_steps import ModelSteps
+from megatron_pp.runtime.engine.model_steps import ModelSteps, StepOptions
 from megatron_pp.runtime.own_host import kind_of_steps
 from megatron_pp.runtime.step_features import hooks_of
 from megatron_pp.runtime.step_hooks import runners

@@ -16,7 +16,6 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron_pp.integrations.megatron.releases.release import load_megatron
 from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
 from megatron_pp.integrations.megatron.steps.known_steps import KnownSteps
-from megatron_pp.runtime.engine.compute import StepOptions
 from testkit.megatron.cases import Case
 
 SHAPE = (1, 2, 2)
@@ -153,7 +152,13 @@ def _call(lines: list[str], scenario: dict[str, Any]) -> Any:
     )  # fmt: skip
     inputs.config = config = _config(lines, scenario)
     communicator = SimpleNamespace(device=torch.device("cpu"), size=2)
-    return SimpleNamespace(inputs=inputs, config=config, settings=config, communicator=communicator)
+    of_rank = SimpleNamespace(
+        is_last_stage=[scenario.get("is_last", False)], checkpoint_flags=scenario.get("checkpoint_flags")
+    )
+    return SimpleNamespace(
+        inputs=inputs, config=config, settings=config, communicator=communicator, of_rank=of_rank,
+        cp_size=scenario.get("cp_size", 1),
+    )  # fmt: skip
 
 
 def _bits(value: Any) -> Any:
@@ -169,12 +174,10 @@ def microbatches(kind: type[KnownSteps] | type[MegatronSteps], scenario: dict[st
     """Return the results of two microbatches, and the calls that were made for them, in order."""
     lines: list[Any] = []
     call, last, inputs = _call(lines, scenario), scenario.get("is_last", False), scenario.get("inputs", 1)
-    options = StepOptions(3, [last], cp_size=scenario.get("cp_size", 1), forward_only=call.inputs.forward_only)
-    options.checkpoint_flags = scenario.get("checkpoint_flags")
     MoEAuxLossAutoScaler.main_loss_backward_scale = MTPLossAutoScaler.main_loss_backward_scale = None
     try:
         known = kind is KnownSteps
-        steps: Any = kind(load_megatron(), call, *(() if known else (call.config,)), options)
+        steps: Any = kind(load_megatron(), call, *(() if known else (call.config,)))
         for mb in range(2):
             tensors = [torch.full(SHAPE, 0.7 + k + mb, requires_grad=True) for k in range(inputs)]
             given: Any = tensors if inputs > 1 else tensors[0] if inputs else None

@@ -20,10 +20,9 @@ from megatron_pp.plan.ir.dataflow import KIND_OF, MOVES
 from megatron_pp.plan.ir.instruction import Instruction
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.verify.verifier import verify
-from megatron_pp.runtime.engine.compute import StepOptions
 from megatron_pp.runtime.engine.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.engine.gradient_hooks import SyncHooks
-from megatron_pp.runtime.engine.model_steps import ModelSteps
+from megatron_pp.runtime.engine.model_steps import ModelSteps, StepOptions
 from megatron_pp.testing.toy import HIDDEN, toy_forward_step
 from testkit.process_ranks import pipeline
 from testkit.processes import RankFailedError, run_processes

@@ -25,13 +25,13 @@ from megatron_pp.features.modules.modules_plan import ModulesSpec, modules_plan,
 from megatron_pp.features.modules.modules_runner import BatchParts, ModulesRunner, Parts
 from megatron_pp.plan.ir.spec import EXPLICIT, HOOKS, ONE_WAY, Plan
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.engine.compute import Shapes, StepOptions, timed_backward
+from megatron_pp.runtime.engine.compute import Shapes, timed_backward
 from megatron_pp.runtime.engine.executor import Feature
 from megatron_pp.runtime.engine.model_steps import ModelSteps
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.make_step import communicator_of, observers_of, planned
 from megatron_pp.runtime.message_shapes import Messages
-from megatron_pp.runtime.own_host import OwnHost
+from megatron_pp.runtime.own_host import OwnHost, options_of
 from megatron_pp.runtime.plan_choice import certify_once, fields_of_device
 from megatron_pp.runtime.run_step import run_step
 from megatron_pp.runtime.step import PlanRequest, Step, StepRequest
@@ -198,9 +198,11 @@ class ModulesHost(OnModules, OwnHost):
         super().__init__(StepInputs(len(pipeline.gives_loss) > 1, **arguments), alone=False)
         self.pipeline = pipeline
 
-    def steps(self, step: Step, plan: Plan, options: StepOptions) -> ModuleSteps:
+    def steps(self, step: Step, plan: Plan) -> ModuleSteps:
         inputs = self.inputs
-        return ModuleSteps(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, step.settings, options)
+        return ModuleSteps(
+            inputs.forward_step_func, inputs.data_iterators, inputs.chunks, step.settings, options_of(step)
+        )
 
 
 def forward_backward_modules(pipeline: ModulesPipeline, **arguments: Any) -> list[Any]:

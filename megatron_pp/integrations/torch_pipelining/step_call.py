@@ -20,7 +20,6 @@ from megatron_pp.integrations.torch_pipelining.stage_steps import StageSteps
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.plan.orders import find_family
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.engine.compute import StepOptions
 from megatron_pp.runtime.engine.executor import Feature
 from megatron_pp.runtime.own_host import OwnHost
 from megatron_pp.runtime.step import Step
@@ -97,7 +96,7 @@ class TorchHost(OwnHost):
         splits = find_family(schedule.schedule).splits_weight
         return schedule.splitting.store(self.inputs.chunks, builders, splits)
 
-    def steps(self, step: Step, plan: Plan, options: StepOptions) -> StageSteps:
+    def steps(self, step: Step, plan: Plan) -> StageSteps:
         schedule = self.schedule
         given = (self.schedule.calls, self.edges, self.batch)
         trains = not self.inputs.forward_only

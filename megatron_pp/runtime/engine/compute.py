@@ -113,22 +113,3 @@ def accumulate(roots: tuple[Root, ...], grads: tuple[torch.Tensor, ...]) -> None
     Calls the engine below ``torch.autograd.backward``, because that function requires an output and its gradient to
     have the same shape, and a deallocated output has another one."""
     _engine_run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-@dataclass
-class StepOptions:
-    """Options of one step, for a ``Steps``; see the schedules' arguments of the same names.
-
-    is_last_stage     per chunk of this rank
-    checkpoint_flags  per (chunk, microbatch): Megatron's third argument of forward_step_func; None where it takes two
-    whole_sequence    turns a shard's sum and tokens into those of the sequence; None without context parallelism"""
-
-    num_microbatches: int
-    is_last_stage: Sequence[bool]
-    device_type: str = "cpu"
-    cp_size: int = 1
-    forward_only: bool = False
-    collect_non_loss_data: bool = False
-    first_val_step: bool | None = None
-    checkpoint_flags: dict[tuple[int, int], bool] | None = None
-    whole_sequence: Callable[[Any, Any], tuple[Any, Any]] | None = None

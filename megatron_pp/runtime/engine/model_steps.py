@@ -13,8 +13,27 @@ import torch
 from megatron_pp.common.module_attributes import wrapped_attributes
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.runtime.engine.compute import Activation, LossRecord, StepOptions, timed_backward
+from megatron_pp.runtime.engine.compute import Activation, LossRecord, timed_backward
 from megatron_pp.runtime.engine.deallocate import backward_root
+
+
+@dataclass
+class StepOptions:
+    """Options of one step, for a ``Steps``; see the schedules' arguments of the same names.
+
+    is_last_stage     per chunk of this rank
+    checkpoint_flags  per (chunk, microbatch): Megatron's third argument of forward_step_func; None where it takes two
+    whole_sequence    turns a shard's sum and tokens into those of the sequence; None without context parallelism"""
+
+    num_microbatches: int
+    is_last_stage: Sequence[bool]
+    device_type: str = "cpu"
+    cp_size: int = 1
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    checkpoint_flags: dict[tuple[int, int], bool] | None = None
+    whole_sequence: Callable[[Any, Any], tuple[Any, Any]] | None = None
 
 
 def scaled_loss(

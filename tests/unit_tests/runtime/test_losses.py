@@ -10,9 +10,9 @@ import torch
 
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.runtime.engine.compute import LossRecord, StepOptions
+from megatron_pp.runtime.engine.compute import LossRecord
 from megatron_pp.runtime.engine.context_parallel_loss import WholeSequence
-from megatron_pp.runtime.engine.model_steps import scaled_loss
+from megatron_pp.runtime.engine.model_steps import StepOptions, scaled_loss
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, reference_run
 from testkit.models.blocks import of_stage

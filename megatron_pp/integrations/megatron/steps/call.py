@@ -21,7 +21,6 @@ from megatron_pp.plan.ir.placement import V_SHAPE
 from megatron_pp.plan.ir.spec import Plan, PlanSpec
 from megatron_pp.plan.orders import INTERLEAVED, find_family
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.engine.compute import StepOptions
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.step import PlanRequest, Step
 from megatron_pp.runtime.step_features import why_not_in_megatron
@@ -204,8 +203,8 @@ class MegatronHost(Host):
         given = super().step_number(settings)
         return self.megatron.current_iteration() if given is None else given
 
-    def steps(self, step: Step, plan: Plan, options: StepOptions) -> MicrobatchSteps | StepsInV:
-        given = self.megatron, step, self.overridden_config, options
+    def steps(self, step: Step, plan: Plan) -> MicrobatchSteps | StepsInV:
+        given = self.megatron, step, self.overridden_config
         in_v = self.is_in_v(step)
         if self.joins:
             from megatron_pp.integrations.megatron.steps.combined import CombinedSteps
@@ -213,7 +212,7 @@ class MegatronHost(Host):
             return CombinedSteps(*given, in_v=in_v)
         steps: KnownSteps | MegatronSteps
         if self.megatron.has_known_steps():
-            steps = KnownSteps(self.megatron, step, options)
+            steps = KnownSteps(self.megatron, step)
         else:
             from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
 

@@ -19,7 +19,7 @@ from megatron_pp.features.pairs.pair_runner import BackwardHalf, ForwardHalf, Re
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.steps.forward_backward import MegatronSteps
 from megatron_pp.integrations.megatron.steps.v_placement import ChunkPlace
-from megatron_pp.runtime.engine.compute import Activation, StepOptions
+from megatron_pp.runtime.engine.compute import Activation
 from megatron_pp.runtime.step import Step
 
 NOTHING = ForwardHalf(0, 0, None)
@@ -74,10 +74,8 @@ def reason_of_release() -> str | None:
 class CombinedSteps(MegatronSteps):
     """Runs microbatches by their schedule plans. An output carries its plan from its forward to its backward."""
 
-    def __init__(
-        self, megatron: Megatron, step: Step, overridden: Any, options: StepOptions, in_v: bool = False
-    ) -> None:
-        super().__init__(megatron, step, overridden, options)
+    def __init__(self, megatron: Megatron, step: Step, overridden: Any, in_v: bool = False) -> None:
+        super().__init__(megatron, step, overridden)
         combined = of_release()
         assert combined is not None, "served/scope.py hands such a step back"
         self.step = combined.step
@@ -105,9 +103,8 @@ class CombinedSteps(MegatronSteps):
         on_input_grad: Ready | None = None,
     ) -> tuple[Activation, Activation]:
         """Megatron's `combined_forward_backward_step`: (output or scaled loss, gradient of the backward's input)."""
-        inputs, options = self.inputs, self.options
+        inputs, flags = self.inputs, self.of_rank.checkpoint_flags
         f, b = forward or NOTHING, backward or NO_BACKWARD
-        flags = options.checkpoint_flags
         with self.places[f.chunk]:
             output, num_tokens, grad = self.step(
                 inputs.forward_step_func,
@@ -131,7 +128,7 @@ class CombinedSteps(MegatronSteps):
                 ),
                 current_microbatch=None if forward is None else f.mb,
             )
-        if forward is not None and options.is_last_stage[f.chunk]:
+        if forward is not None and self.of_rank.is_last_stage[f.chunk]:
             self.record.num_tokens += num_tokens
         return output, grad
 

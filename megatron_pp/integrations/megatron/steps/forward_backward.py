@@ -7,7 +7,7 @@ import torch
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.integrations.megatron.releases.release import Megatron
 from megatron_pp.integrations.megatron.steps.known_steps import MicrobatchSteps
-from megatron_pp.runtime.engine.compute import Activation, StepOptions
+from megatron_pp.runtime.engine.compute import Activation
 from megatron_pp.runtime.step import Step
 
 
@@ -19,8 +19,8 @@ class MegatronSteps(MicrobatchSteps):
     `overridden`: the config with the fields that `install()` overrides.
     """
 
-    def __init__(self, megatron: Megatron, step: Step, overridden: Any, options: StepOptions) -> None:
-        super().__init__(megatron, step, options)
+    def __init__(self, megatron: Megatron, step: Step, overridden: Any) -> None:
+        super().__init__(megatron, step)
         self.overridden = overridden
         self.deallocates = step.settings.deallocate_pipeline_outputs
         known = {
@@ -31,8 +31,7 @@ class MegatronSteps(MicrobatchSteps):
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
         """Megatron's `forward_step`; on the last stage the result is the scaled loss."""
-        inputs, options = self.inputs, self.options
-        flags = options.checkpoint_flags
+        inputs, flags = self.inputs, self.of_rank.checkpoint_flags
         output, num_tokens = self.schedules.forward_step(
             inputs.forward_step_func,
             inputs.data_iterators[chunk],
@@ -41,7 +40,7 @@ class MegatronSteps(MicrobatchSteps):
             input_tensor,
             self.record.data,
             self.config,
-            cp_group_size=options.cp_size,
+            cp_group_size=self.cp_size,
             collect_non_loss_data=inputs.collect_non_loss_data,
             checkpoint_activations_microbatch=None if flags is None else flags[(chunk, mb)],
             is_first_microbatch=self.schedules.check_first_val_step(
@@ -49,9 +48,9 @@ class MegatronSteps(MicrobatchSteps):
             ),
             current_microbatch=mb,
             vp_stage=chunk if inputs.chunked else None,
-            is_last_stage=options.is_last_stage[chunk],
+            is_last_stage=self.of_rank.is_last_stage[chunk],
         )
-        if options.is_last_stage[chunk]:  # on other stages Megatron counts no tokens
+        if self.of_rank.is_last_stage[chunk]:  # on other stages Megatron counts no tokens
             self.record.num_tokens += num_tokens
         self.drops[chunk]()
         return output

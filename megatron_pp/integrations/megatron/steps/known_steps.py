@@ -11,7 +11,7 @@ import torch
 
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.integrations.megatron.releases.release import Megatron
-from megatron_pp.runtime.engine.compute import Activation, LossRecord, StepOptions, timed_backward
+from megatron_pp.runtime.engine.compute import Activation, LossRecord, timed_backward
 from megatron_pp.runtime.step import Step
 
 # Config fields by which `forward_step_calc_loss` has work on stages without a loss.
@@ -26,11 +26,12 @@ class MicrobatchSteps:
     number of tokens.
     """
 
-    def __init__(self, megatron: Megatron, step: Step, options: StepOptions) -> None:
+    def __init__(self, megatron: Megatron, step: Step) -> None:
         self.schedules = megatron.schedules
         self.inputs = step.inputs
         self.config = step.inputs.config
-        self.options = options
+        self.of_rank = step.of_rank
+        self.cp_size = step.cp_size
         self.record = LossRecord(num_tokens=torch.zeros([], dtype=torch.int, device=step.communicator.device))
         self.drops = [wrapped_attribute(chunk, "drop_received", lambda: None) for chunk in step.inputs.chunks]
 
@@ -40,8 +41,8 @@ class KnownSteps(MicrobatchSteps):
     by its `set_current_microbatch`, where these two have an effect.
     """
 
-    def __init__(self, megatron: Megatron, step: Step, options: StepOptions) -> None:
-        super().__init__(megatron, step, options)
+    def __init__(self, megatron: Megatron, step: Step) -> None:
+        super().__init__(megatron, step)
         inputs, config, chunks = step.inputs, step.inputs.config, step.inputs.chunks
         self.timers = config.timers
         self.grad_scale_func = config.grad_scale_func
@@ -57,12 +58,12 @@ class KnownSteps(MicrobatchSteps):
         scales = any(getattr(config, name, None) is not None for name in _SCALES)
         self._has_loss = [
             scales or is_last or (inputs.chunked and getattr(chunk, "vp_stage", None) not in (None, number))
-            for number, (chunk, is_last) in enumerate(zip(chunks, options.is_last_stage, strict=True))
+            for number, (chunk, is_last) in enumerate(zip(chunks, step.of_rank.is_last_stage, strict=True))
         ]
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
         """The chunk's output; on the last stage the scaled loss."""
-        inputs, timers, flags = self.inputs, self.timers, self.options.checkpoint_flags
+        inputs, timers, flags = self.inputs, self.timers, self.of_rank.checkpoint_flags
         if timers is not None:
             timers("forward-compute", log_level=2).start()
         if mb == 0 and self._mark_first[chunk] is not None:
@@ -82,7 +83,7 @@ class KnownSteps(MicrobatchSteps):
         return [output] if several else output
 
     def _loss(self, chunk: int, output: Any, loss_func: Any) -> Any:
-        inputs, options = self.inputs, self.options
+        inputs, is_last_stage = self.inputs, self.of_rank.is_last_stage[chunk]
         output, num_tokens = self.schedules.forward_step_calc_loss(
             inputs.chunks[chunk],
             output,
@@ -92,10 +93,10 @@ class KnownSteps(MicrobatchSteps):
             inputs.collect_non_loss_data,
             inputs.num_microbatches,
             self.record.data,
-            options.cp_size,
-            options.is_last_stage[chunk],
+            self.cp_size,
+            is_last_stage,
         )
-        if options.is_last_stage[chunk]:
+        if is_last_stage:
             self.record.num_tokens += num_tokens
         return output
 

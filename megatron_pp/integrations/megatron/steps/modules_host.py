@@ -14,7 +14,6 @@ from megatron_pp.integrations.megatron.steps.modules import pipeline_of
 from megatron_pp.plan.ir.instruction import FORWARD
 from megatron_pp.plan.ir.spec import Plan
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.engine.compute import StepOptions
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.run_step import run_step
 from megatron_pp.runtime.step import Step
@@ -36,8 +35,8 @@ class ModulesMegatronHost(OnModules, MegatronHost):
         self.config = self.inputs.config
         self.embedding: Any = None
 
-    def steps(self, step: Step, plan: Plan, options: StepOptions) -> ModuleMegatronSteps:
-        return ModuleMegatronSteps(self.megatron, step, self.overridden_config, options, self.pipeline)
+    def steps(self, step: Step, plan: Plan) -> ModuleMegatronSteps:
+        return ModuleMegatronSteps(self.megatron, step, self.overridden_config, self.pipeline)
 
     def is_in_v(self, step: Step) -> bool:
         return False
@@ -49,10 +48,8 @@ class ModulesMegatronHost(OnModules, MegatronHost):
 class ModuleMegatronSteps(MegatronSteps):
     """Runs microbatches with Megatron's backward of several modules. Tensors from the same module come in lists."""
 
-    def __init__(
-        self, megatron: Megatron, step: Step, overridden: Any, options: StepOptions, pipeline: ModulesPipeline
-    ) -> None:
-        super().__init__(megatron, step, overridden, options)
+    def __init__(self, megatron: Megatron, step: Step, overridden: Any, pipeline: ModulesPipeline) -> None:
+        super().__init__(megatron, step, overridden)
         graph = pipeline.graph
         assert graph is not None
         received = graph.edges[FORWARD][step.communicator.rank][0].received

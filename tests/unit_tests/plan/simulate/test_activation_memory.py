@@ -22,10 +22,9 @@ from megatron_pp.plan.ir.spec import PlanSpec
 from megatron_pp.plan.simulate.memory import FULL, ModelShape
 from megatron_pp.planner.plan_search import peak_memory
 from megatron_pp.runtime.alone import lone_communicator
-from megatron_pp.runtime.engine.compute import StepOptions
 from megatron_pp.runtime.engine.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.engine.gradient_hooks import SyncHooks
-from megatron_pp.runtime.engine.model_steps import ModelSteps
+from megatron_pp.runtime.engine.model_steps import ModelSteps, StepOptions
 from megatron_pp.runtime.footprint import Footprint, LiveStorages, measure_footprint
 from megatron_pp.testing.toy import HIDDEN, ToyBlock
 from megatron_pp.weight_grad import split_weight_grad
