@@ -52,7 +52,9 @@ def in_its_dtype(parameter: Tensor, grad: Tensor) -> Tensor:
 
 def add_and_fire(parameter: Tensor, grad: Tensor | None) -> None:
     """Add the last gradient of a step (None if all are already added) and fire every accumulation hook once. With a
-    ``main_grad``, hooks get Megatron's signal ``grad_added_to_main_grad`` and a zero gradient."""
+    ``main_grad``, hooks get Megatron's signal ``grad_added_to_main_grad`` and a zero gradient. Afterwards the signal is
+    what it was: Megatron resets it only together with the gradients, and would drop those of a backward outside of the
+    step."""
     frozen = not parameter.requires_grad  # frozen since its backward: autograd would call no hook
     has_main_grad = getattr(parameter, "main_grad", None) is not None
     if grad is not None and (frozen or has_main_grad):
@@ -62,11 +64,15 @@ def add_and_fire(parameter: Tensor, grad: Tensor | None) -> None:
     if grad is not None and not has_main_grad:
         torch.autograd.backward([parameter], [in_its_dtype(parameter, grad)])
         return
+    if not has_main_grad:
+        _fire_with_zeros(parameter)
+        return
     had_grad = parameter.grad is not None
-    if has_main_grad:
-        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    was_added = getattr(parameter, "grad_added_to_main_grad", False)
+    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     _fire_with_zeros(parameter)
-    if has_main_grad and not had_grad:
+    parameter.grad_added_to_main_grad = was_added  # type: ignore[attr-defined]
+    if not had_grad:
         parameter.grad = None
 
 
