@@ -6,13 +6,11 @@ prevent this, each of our threads and each pipeline has a client of its own.
 """
 
 import socket
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 
 _CONNECTING = 10.0  # seconds
-_CALL_TIMEOUT = timedelta(seconds=30)
 
 
 def private_client(store: Any) -> Any:
@@ -26,6 +24,8 @@ def private_client(store: Any) -> Any:
         socket.create_connection((below.host, below.port), _CONNECTING).close()
     if hasattr(store, "clone"):
         return store.clone()
-    if isinstance(below, TCPStore):  # older versions of torch
-        return TCPStore(below.host, below.port, is_master=False, wait_for_workers=False, timeout=_CALL_TIMEOUT)
+    if isinstance(below, TCPStore):  # torch 2.6 and 2.7
+        from megatron_pp.comm import older_stores
+
+        return older_stores.client_of(store, below)
     return store

@@ -68,7 +68,8 @@ class Transport(Protocol):
     aborted      whether ``abort`` was called
     backend      which backend of torch.distributed carries the messages; empty where none does
     name         of this pipeline, unique on the store
-    guard        the fault guard of this pipeline, set by ``megatron_pp.faults``; None until the first step"""
+    guard        the fault guard of this pipeline, set by ``megatron_pp.faults``; None until the first step
+    in_step      whether a step of this rank is running, whose messages another one would receive"""
 
     rank: int
     size: int
@@ -81,6 +82,7 @@ class Transport(Protocol):
     backend: str = ""
     name: str = ""
     guard: Any = None
+    in_step: bool = False
 
     @property
     def store(self) -> Any:

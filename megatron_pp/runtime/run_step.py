@@ -31,7 +31,20 @@ def prepared(host: Host) -> Step:
 
 
 def run_step(step: Step, host: Host) -> list[Any]:
-    """The whole step. Returns what the loss function reported."""
+    """The whole step. Returns what the loss function reported. Raises ScheduleInputError within another such step."""
+    transport = step.communicator.transport
+    if transport.in_step:
+        from megatron_pp.runtime import step_in_step
+
+        raise step_in_step.error(transport.rank)
+    transport.in_step = transport.size > 1
+    try:
+        return _run(step, host)
+    finally:
+        transport.in_step = False
+
+
+def _run(step: Step, host: Host) -> list[Any]:
     communicator, observers, plan = step.communicator, step.observers, step.of_rank.plan
     to_keep = None if step.is_known else kept_calls.to_keep(host, step)
     host.begin(step)
