@@ -24,7 +24,7 @@ def files_in(*folders: str) -> list[str]:
     )
 
 
-TESTS = [*drawn(files_in(*CORE), 12), *drawn(files_in("tests/unit_tests/features"), 8)]
+TESTS = [*drawn(files_in(*CORE), 6), *drawn(files_in("tests/unit_tests/features"), 6)]
 
 
 def folders(text: str) -> list[str]:

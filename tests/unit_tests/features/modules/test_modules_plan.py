@@ -26,6 +26,7 @@ from megatron_pp.plan.ir.instruction import BACKWARD, COMPUTE_OPS, FORWARD, SYNC
 from megatron_pp.plan.ir.spec import DEVICE_SYNC, ON_NCCL, ONE_QUEUE, STATIC_BUFFERS, Plan
 from megatron_pp.plan.simulate.simulator import simulate
 from testkit.models.module_grids import encoders_before, module_on
+from testkit.sweeps import drawn
 
 TWO = encoders_before(module_on("llm", 1), module_on("vision"))[0]
 BOTH_ON_ONE = encoders_before(module_on("llm", 1), module_on("vision"), module_on("audio"))[0]
@@ -54,13 +55,25 @@ GRAPHS = {
 }
 
 
-@pytest.fixture(params=GRAPHS)
+@pytest.fixture
 def graph(request: pytest.FixtureRequest) -> ModuleGraph:
     return GRAPHS[request.param]
 
 
+CHUNKED = ["on_one_stage", "in_bubbles"]
+"""Graphs whose orders are searched for. A run draws one of them."""
+SMALL = ["two", "both_on_one"]
+# A run changes the plans of the small graphs, and of three others with one chunk, which it draws.
 small = pytest.mark.parametrize(
-    "graph", [TWO, BOTH_ON_ONE, *(pytest.param(GRAPHS[name], marks=pytest.mark.slow) for name in [*GRAPHS][2:])]
+    "graph",
+    [
+        *SMALL,
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in drawn([name for name in GRAPHS if name not in (*CHUNKED, *SMALL)], 3)
+        ),
+    ],
+    indirect=True,
 )
 
 
@@ -200,6 +213,9 @@ def specs(graph: ModuleGraph) -> list[ModulesSpec]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "graph", [*(name for name in GRAPHS if name not in CHUNKED), *drawn(CHUNKED, 1)], indirect=True
+)
 def test_every_plan_is_proven(graph: ModuleGraph) -> None:
     """Where orders are searched for, which takes most of the time, specs that differ in what is lowered alone share one
     search."""

@@ -28,7 +28,7 @@ from testkit.mutants.stream_mutants import (
 from testkit.streams import LATER_STEPS
 from testkit.streams.call_log import CallLog
 from testkit.streams.virtual_times import Timelines, timelines
-from testkit.sweeps import EXHAUSTIVE
+from testkit.sweeps import EXHAUSTIVE, drawn
 from testkit.thread_runs.output_layer_runs import Case
 
 FAMILIES = [name for name, family in SCHEDULES.items() if family.search is None and not family.barriers]
@@ -132,17 +132,16 @@ def test_a_searched_order_takes_what_its_plan_is_simulated_to_take(schedule: str
 @pytest.mark.parametrize(
     ("n", "schedule", "policy"),
     [
-        (n, name, policy)
-        for n, name in enumerate(FAMILIES)
+        one
         for k, policy in enumerate((BATCHED, PLAIN))
-        if EXHAUSTIVE or n // 2 % 2 == k
+        for one in drawn(((n, name, policy) for n, name in enumerate(FAMILIES) if EXHAUSTIVE or n // 2 % 2 == k), 5)
     ],
 )
 def test_under_other_policies_a_step_takes_what_its_plan_is_simulated_to_take(
     n: int, schedule: str, policy: str
 ) -> None:
     """Where the engine waits for its sends where the plan says. By default it goes on, and ends no later. Policies and
-    sizes take turns."""
+    sizes take turns. A run draws five schedules of each policy."""
     spec = spec_of(schedule, 2 + 2 * (n % 2), 2, policy=policy)
     step = timed_step(spec, partial(PlanExecutor, max_pending_sends=0))
     assert furthest(step)[0] < 1e-6, furthest(step)
@@ -208,8 +207,8 @@ def shared(step: TimedStep) -> list[tuple[int, str, str]]:
 @pytest.mark.parametrize(
     ("schedule", "size", "chunks"),
     [
-        *((name, 2, 2) for name in PAIRED),
-        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in on_four(PAIRED, 1)),
+        *((name, 2, 2) for name in drawn(PAIRED, 10)),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in drawn(on_four(PAIRED, 1), 4)),
     ],
 )
 def test_the_halves_of_a_pair_run_beside_each_other(schedule: str, size: int, chunks: int) -> None:

@@ -39,6 +39,7 @@ from megatron_pp.tools.advise.microbatch_order import best_order
 from megatron_pp.tools.advise.model import DECODER, EMBEDDING, LOSS, PART, Layer, Model, layer
 from megatron_pp.tools.advise.pipeline_search import Findings, search
 from megatron_pp.tools.advise.question import Question
+from testkit.sweeps import drawn
 
 FLUID = Model((layer(PART, 4.0, 4.0, 4.0, 8.0),))
 NAMED = ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_min", "interleaved_1f1b", "interleaved_zb")
@@ -208,7 +209,7 @@ def test_the_fastest_by_their_estimates_are_built_first_whatever_the_number_of_p
     assert first == sorted(first)
 
 
-@pytest.mark.parametrize(("memory", "recomputes"), [(3.5, True), (5.0, True), (6.0, False)])
+@pytest.mark.parametrize(("memory", "recomputes"), [*drawn([(3.5, True), (5.0, True)], 1), (6.0, False)])
 def test_a_search_recomputes_where_fewer_microbatches_in_flight_cost_more(memory, recomputes):
     """A rank's share of a microbatch is 2 GB. Without recomputation, only one microbatch at a time fits into 3.5 GB."""
     asked = question(global_batch=16, schedules=("auto", "1f1b"), max_chunks=1, memory=memory)
@@ -231,7 +232,9 @@ def test_more_work_than_is_done_unasked_is_left(monkeypatch):
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-@pytest.mark.parametrize("sizes", [{"global_batch": 99999}, {"max_chunks": 1000}, {"slices": (100000,)}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", drawn([{"global_batch": 99999}, {"max_chunks": 1000}, {"slices": (100000,)}], 2), ids=str
+)
 def test_a_budget_is_kept_whatever_the_sizes(monkeypatch, sizes, jobs):
     monkeypatch.setattr(search_module, "_FIRST", 0.5)
     monkeypatch.setattr(search_module, "_FIRST_LOOK", 0.2)
