@@ -241,19 +241,10 @@ def the_first_day(folder: Path) -> None:
         for _ in range(2):
             assert gpu_check.main(["--out", str(page)]) == 0
     assert with_tables(page, page.read_text()).count("| pass |") == len(table.PARTS) - 2
-    for links in (first_day.links, first_day.no_links):
+    on_one_gpu = ("shaped_link", "overlap_mps", "links", "contexts", "exposed")
+    for links, names in ((first_day.links, on_one_gpu), (first_day.no_links, ("shaped_link",))):
         with first_day.machine(1, (outside, "links_of", links), (gpu_links, "SHAPED", (0.0, math.inf))):
-            alone = [
-                "--out",
-                str(folder / "alone.md"),
-                "--only",
-                "shaped_link",
-                "overlap_mps",
-                "links",
-                "contexts",
-                "exposed",
-            ]
-            assert gpu_check.main(alone) == 0
+            assert gpu_check.main(["--out", str(folder / "alone.md"), "--only", *names]) == 0
 
 
 def what_fails_on_the_first_day(folder: Path) -> None:
