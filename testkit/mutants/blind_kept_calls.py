@@ -6,25 +6,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from megatron_pp.config.step_fields import StepFields
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.runtime import kept_calls
 
 
-def read_without(name: str) -> type[kept_calls.Read]:
-    """In place of ``kept_calls.Read``: settings that differ in the field ``name`` alone are equal."""
-    place = StepFields._fields.index(name)
-
-    class Blind(kept_calls.Read):
-        def __init__(self, values: Any) -> None:
-            super().__init__(without(values))
-
-        def __eq__(self, other: Any) -> bool:
-            return super().__eq__(without(other))
-
-    def without(values: Any) -> Any:
-        return (*values[:place], *values[place + 1 :]) if isinstance(values, StepFields) else values
-
-    return Blind
+def settings_without(name: str) -> Callable[[StepSettings], tuple[Any, ...]]:
+    """In place of ``kept_calls._compared``: settings that differ in the field ``name`` alone are equal."""
+    theirs = kept_calls._compared
+    return lambda settings: theirs(settings._replace(**{name: None}))
 
 
 def others_without(name: str) -> Callable[..., tuple[Any, ...]]:

@@ -28,7 +28,7 @@ from megatron_pp.runtime import kept_calls, run_step
 from megatron_pp.runtime.communicators import close_communicators
 from testkit import autograd_draw
 from testkit.models.linear_stage import LinearStage, forward_step
-from testkit.mutants.blind_kept_calls import read_without
+from testkit.mutants.blind_kept_calls import settings_without
 from testkit.processes import run_processes
 from testkit.sweeps import EXHAUSTIVE
 from tests.functional_tests.megatron_support import needs_megatron
@@ -331,13 +331,13 @@ BLIND = ["pipeline_schedule", "hidden_size", "overlap_p2p_comm", "grad_sync_func
 def checked_blindly(rank: int, size: int) -> dict[str, list[str]]:
     """Return for each field of BLIND the changes that are found if the comparison leaves out that field alone."""
     library, state = the_library(False)
-    read, found = kept_calls.Read, {}
+    compared, found = kept_calls._compared, {}
     for name in BLIND:
-        kept_calls.Read = read_without(name)  # type: ignore[misc]
+        kept_calls._compared = settings_without(name)
         program = Program(library, state, 2, size, {})
         changes = [change for change in changes_of(program) if change[0].startswith(f"config.{name} ")]
         found[name] = [change[0] for change in changes if program.wrongly_taken_over(change)]
-        kept_calls.Read = read  # type: ignore[misc]
+        kept_calls._compared = compared
         program.end()
     return found
 

@@ -101,7 +101,7 @@ class ModelShape:
 
     @property
     def layer_key_value_bytes(self) -> float:
-        """Bytes that attention reads of other tokens in one layer and microbatch: keys and values. They are part of
+        """Bytes that attention reads of other tokens in one layer and microbatch: keys, and values. They are part of
         ``layer_bytes`` unless the layer is recomputed.
         """
         return 2 * self.tokens * self.hidden_size * self.element_bytes / self.tensor_parallel

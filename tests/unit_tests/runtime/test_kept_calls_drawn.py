@@ -21,7 +21,7 @@ from megatron_pp.runtime import kept_calls
 from megatron_pp.schedules import get_forward_backward_func
 from megatron_pp.testing.toy import ToyBlock, ToyData, gradients_of, toy_chunks, toy_loss
 from testkit import autograd_draw
-from testkit.mutants.blind_kept_calls import others_without, read_without
+from testkit.mutants.blind_kept_calls import others_without, settings_without
 from testkit.sweeps import EXHAUSTIVE
 from testkit.thread_runs.step_runs import Rank, pipeline
 
@@ -289,7 +289,7 @@ def test_a_thing_that_is_not_compared_is_found(name: str, monkeypatch: pytest.Mo
     if name in ARGUMENTS:
         monkeypatch.setattr(kept_calls, "_others", others_without(name))
     else:
-        monkeypatch.setattr(kept_calls, "Read", read_without(name))
+        monkeypatch.setattr(kept_calls, "_compared", settings_without(name))
     changes = drawn_changes(random.Random(name), 1, [name, "frozen"])
     try:
         found, _ = differences(changes, 1, monkeypatch)

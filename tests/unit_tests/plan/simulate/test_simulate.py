@@ -312,6 +312,6 @@ def test_an_entry_that_is_over_is_not_kept() -> None:
         run = SimulatedRun(plan, StageCosts.uniform(8).placed(plan.placement), Network(), (ANY_WAIT,))
         run.run()
         gc.collect()
-        left.append(sum(isinstance(one, Entry) for one in gc.get_objects()))
+        left.append(sum(type(one) is Entry for one in gc.get_objects()))
         del run
     assert left[0] == left[1]
