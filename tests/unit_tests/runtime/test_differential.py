@@ -35,7 +35,7 @@ from testkit.device_runs.stream_runs import POLICIES as FLAGS
 from testkit.models.blocks import UNUSUAL_OUTPUTS
 from testkit.streams import StreamNetwork, StreamReport, virtual_cuda
 from testkit.streams.waiting import on_one_core
-from testkit.sweeps import EXHAUSTIVE, drawn
+from testkit.sweeps import EXHAUSTIVE
 
 NETWORKS = (*HOSTILE_NETWORKS, StreamNetwork)
 
@@ -361,17 +361,8 @@ def _from(turn: int, values: Sequence[Any]) -> list[Any]:
     return [values[(turn + k) % len(values)] for k in range(len(values))]
 
 
-def half_of_each(cases: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Half of the schedules of each feature, which a run draws."""
-    found = []
-    for wanted in [*FEATURES, *TOGETHER]:
-        own = [case for case in cases if case[1] == wanted]
-        found += drawn(own, (len(own) + 1) // 2)
-    return found
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "wanted"), half_of_each(WITH_FEATURES))
+@pytest.mark.parametrize(("schedule", "wanted"), WITH_FEATURES)
 def test_every_schedule_with_every_feature(schedule: str, wanted: str) -> None:
     """Each, and some that meet, under a policy and on a network that take turns."""
     some, why = runs_with(schedule, wanted)
@@ -381,7 +372,7 @@ def test_every_schedule_with_every_feature(schedule: str, wanted: str) -> None:
         run.check()
 
 
-# What the test above draws from: features -> under each of POLICIES, on each of NETWORKS.
+# What the test above runs: features -> under each of POLICIES, on each of NETWORKS.
 RAN: dict[str, tuple[list[int], list[int]]] = {
     "split": ([6, 9, 6], [4, 3, 3, 11]),
     "named": ([7, 7, 7], [6, 5, 5, 5]),
@@ -458,7 +449,9 @@ def test_the_default_schedules_at_all_sizes(size: int, num_chunks: int) -> None:
 
 
 def large_cases() -> list[tuple[str, str, type[MemoryNetwork]]]:
-    """All of them, or a part that a run draws: 1F1B of chunks under one policy and on one network, and five others."""
+    """All of them, or a part: 1F1B of chunks under every policy and on every network, each second other one once, in
+    turn.
+    """
     if EXHAUSTIVE:
         return list(
             product((name for name in TOY_SCHEDULES if not name.startswith("auto")), POLICIES, HOSTILE_NETWORKS)
@@ -466,7 +459,7 @@ def large_cases() -> list[tuple[str, str, type[MemoryNetwork]]]:
     pairs = list(product(POLICIES, HOSTILE_NETWORKS))
     others = [name for name in NAMED if name != CHUNKED][1::2]
     chunked = [(CHUNKED, policy, kind) for policy, kind in zip(POLICIES, HOSTILE_NETWORKS, strict=True)]
-    return drawn(chunked, 1) + drawn([(schedule, *pairs[turn % len(pairs)]) for turn, schedule in enumerate(others)], 5)
+    return chunked + [(schedule, *pairs[turn % len(pairs)]) for turn, schedule in enumerate(others)]
 
 
 @pytest.mark.slow
