@@ -292,13 +292,15 @@ def files_of_a_call(program: Program) -> dict[str, str]:
 def is_drawn(change: Change, chunks: int, seed: str) -> bool:
     """Whether a run tries this change with so many chunks.
 
-    With two chunks it tries all changes. With one chunk it draws a third of them, field by field and argument by
-    argument: what is compared is the same. Fields that only functions of Megatron's read change with one chunk alone,
-    and of these a run draws half.
+    With two chunks it draws half of them, field by field and argument by argument, and with one chunk a third: what is
+    compared is the same. Fields that only functions of Megatron's read change with one chunk alone, and of these a run
+    draws half.
     """
-    if EXHAUSTIVE or chunks == 2:
+    if EXHAUSTIVE:
         return True
     what = change[0].partition(" = ")[0]  # the rest may have the address of a function, which ranks do not share
+    if chunks == 2:
+        return hashlib.sha256(f"{seed} {what} of two".encode()).digest()[0] % 2 == 0
     of_a_step = not what.startswith("config.") or what.removeprefix("config.") in StepFields._fields
     return hashlib.sha256(f"{seed} {what}".encode()).digest()[0] % (3 if of_a_step else 2) == 0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from testkit.sweeps import EXHAUSTIVE
+from testkit.sweeps import EXHAUSTIVE, drawn
 from tests.functional_tests.megatron_failures import DEADLINE, PATIENCE, RANKS
 from tests.functional_tests.megatron_support import needs_megatron
 
@@ -27,8 +27,10 @@ ALL = [
     for k, store in enumerate(STORES)
 ]
 # Every place with every fault; kinds of stores and metrics of every step alternate. Rank 0 has the store.
-CASES = ALL if EXHAUSTIVE else [case for k, case in enumerate(ALL) if k % 2 == (k // 2) % 2]
-assert {(victim, store) for _, _, victim, store, _ in CASES} == {(v, store) for v in range(RANKS) for store in STORES}
+HALF = ALL if EXHAUSTIVE else [case for k, case in enumerate(ALL) if k % 2 == (k // 2) % 2]
+assert {(victim, store) for _, _, victim, store, _ in HALF} == {(v, store) for v in range(RANKS) for store in STORES}
+# A run draws three faults at each place.
+CASES = [case for place in PLACES for case in drawn([one for one in HALF if one[0] == place], 3)]
 SECONDS = PATIENCE + 12.0  # silence, the abort of other groups, and the time for which a rank looks for the cause
 
 
