@@ -124,6 +124,10 @@ compile_installed() { # OPTION...: run compileall in place of this shell. It fai
     exec "$python" -m compileall -q "$@" -x "$seldom" -p "$venv" -- lib >/dev/null 2>&1
 }
 
+compile_ours() { # else each process that starts at the same time compiles the package
+    (cd -- "$root" && "$python" -m compileall -q megatron_pp testkit tests benchmarks examples scripts) >/dev/null 2>&1 || true
+}
+
 install() { # EXTRA...
     local joined pip
     joined="$(IFS=,; printf '%s' "$*")"
@@ -134,8 +138,9 @@ install() { # EXTRA...
     rm -f -- "$stamp"
     # torch is installed first and alone: megatron-core and others accept any version, so the pinned one must be there.
     say "Set-up 2/4: torch (once; a few minutes if it has to be downloaded) ..."
+    compile_ours & # on a core that pip leaves idle
     "${pip[@]}" torch setuptools wheel >&2
-    compile_installed -j 1 & # on a core that pip leaves idle
+    compile_installed -j 1 &
     local compiling=$!
     # shellcheck disable=SC2064  # the number as it is now
     trap "kill $compiling 2>/dev/null || true" EXIT

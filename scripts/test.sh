@@ -7,7 +7,7 @@
 #   scripts/test.sh tests/unit_tests -m "not slow"   unit tests without those of more than a second
 #
 #   MEGATRON_PP_TEST_JOBS=N   test files that run at the same time (default: the number of cores plus one, or plus
-#                             two for the whole suite; at most 8)
+#                             three for the whole suite; at most 8)
 # See scripts/setup_env.sh for MEGATRON_PP_VENV and MEGATRON_PP_PYTHON.
 set -euo pipefail
 
@@ -32,7 +32,7 @@ done
 more=1
 if ! $names_a_path; then
     set -- "$root/tests" "$@"
-    more=2
+    more=3
 fi
 # Tests of deadlines wait, so their core is free. Functional tests wait for a third of their time.
 jobs="${MEGATRON_PP_TEST_JOBS:-$((cores + more < 8 ? cores + more : 8))}"
