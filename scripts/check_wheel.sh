@@ -36,6 +36,7 @@ for path in sys.argv[1:]:
     print(f"{path}: {len(names)} files", *(f"{folders[one]:5d}  {one}" for one in sorted(folders)), sep="\n")
 PY
 
+unset PYTHONPATH # with it pip could find the package in a checkout, and install nothing
 "$python" -m venv --without-pip "$work/empty"
 "$python" -m pip --python "$work/empty/bin/python" install --quiet --no-deps --no-index "$dist"/megatron_pp-*.whl
 "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$(echo "$work"/empty/lib/python3*/site-packages)/libraries.pth"
