@@ -22,9 +22,7 @@ class OwnHost(Host):
     keeps_calls = True
 
     def steps(self, step: Step, plan: Plan) -> Any:
-        inputs = self.inputs
-        kind = kind_of_steps(plan) if step.of_rank.has_features else ModelSteps
-        return kind(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, step.settings, options_of(step))
+        return made_steps(kind_of_steps(plan) if step.of_rank.has_features else ModelSteps, step)
 
     def finish(self, step: Step, steps: Any) -> None:
         inputs, tokens, device = self.inputs, steps.record.num_tokens, step.communicator.device
@@ -34,15 +32,15 @@ class OwnHost(Host):
         self.stop_timer(step)
 
 
-def options_of(step: Step) -> StepOptions:
-    """The options of ``step`` for its ``ModelSteps``."""
+def made_steps(kind: Any, step: Step) -> Any:
+    """The ``ModelSteps`` of ``step``, of this class."""
     inputs = step.inputs
     whole_sequence = None
     if step.cp_size > 1 and not inputs.forward_only and not step.settings.calculate_per_token_loss:
         from megatron_pp.runtime.engine.context_parallel_loss import WholeSequence
 
         whole_sequence = WholeSequence(inputs.pg_collection, step.cp_size)
-    return StepOptions(
+    options = StepOptions(
         num_microbatches=inputs.num_microbatches,
         is_last_stage=step.of_rank.is_last_stage,
         device_type=step.communicator.device.type,
@@ -53,6 +51,7 @@ def options_of(step: Step) -> StepOptions:
         checkpoint_flags=step.of_rank.checkpoint_flags,
         whole_sequence=whole_sequence,
     )
+    return kind(inputs.forward_step_func, inputs.data_iterators, inputs.chunks, step.settings, options)
 
 
 def kind_of_steps(plan: Plan) -> type[ModelSteps]:

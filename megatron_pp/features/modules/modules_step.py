@@ -31,7 +31,7 @@ from megatron_pp.runtime.engine.model_steps import ModelSteps
 from megatron_pp.runtime.host import Host
 from megatron_pp.runtime.make_step import communicator_of, observers_of, planned
 from megatron_pp.runtime.message_shapes import Messages
-from megatron_pp.runtime.own_host import OwnHost, options_of
+from megatron_pp.runtime.own_host import OwnHost, made_steps
 from megatron_pp.runtime.plan_choice import certify_once, fields_of_device
 from megatron_pp.runtime.run_step import run_step
 from megatron_pp.runtime.step import PlanRequest, Step, StepRequest
@@ -198,11 +198,8 @@ class ModulesHost(OnModules, OwnHost):
         super().__init__(StepInputs(len(pipeline.gives_loss) > 1, **arguments), alone=False)
         self.pipeline = pipeline
 
-    def steps(self, step: Step, plan: Plan) -> ModuleSteps:
-        inputs = self.inputs
-        return ModuleSteps(
-            inputs.forward_step_func, inputs.data_iterators, inputs.chunks, step.settings, options_of(step)
-        )
+    def steps(self, step: Step, plan: Plan) -> Any:
+        return made_steps(ModuleSteps, step)
 
 
 def forward_backward_modules(pipeline: ModulesPipeline, **arguments: Any) -> list[Any]:
