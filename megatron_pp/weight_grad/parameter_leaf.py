@@ -147,6 +147,15 @@ def take_gradient(leaf: Tensor) -> Tensor | None:
     return grad
 
 
+def is_dummy_grad(parameter: Tensor) -> bool:
+    """Whether autograd's gradient of ``parameter`` is memory of any content, to be dropped: a layer's own fused
+    backward has added the gradient to ``main_grad`` and has set Megatron's signal. With ``zero_out_wgrad`` such a
+    backward gives autograd zeros, which are added to gradients of other layers."""
+    if not getattr(parameter, "grad_added_to_main_grad", False):
+        return False
+    return not getattr(parameter, "zero_out_wgrad", False)
+
+
 def follow(leaf: Tensor, parameter: Tensor) -> None:
     """Give the leaf the parameter's data, after an assignment of ``parameter.data``."""
     if isinstance(leaf, nn.Parameter):

@@ -25,6 +25,7 @@ from megatron_pp.weight_grad.parameter_leaf import (
     follow,
     gradient_dtype,
     in_its_dtype,
+    is_dummy_grad,
     new_leaf,
     take_gradient,
 )
@@ -234,13 +235,13 @@ class WeightGradStore:
 
     def arrive(self, parameter: Tensor, leaf: Tensor) -> None:
         """Called when autograd has finished a leaf's gradient. The leaf has none if layers queued the gradient, or
-        added it to ``main_grad`` themselves."""
+        added it to ``main_grad`` themselves. In the second case it may also have a dummy."""
         current = self._current
         grad = take_gradient(leaf)
         run = None if current is None else current.switched.get(id(parameter))
         if run is not None and grad is not None and run.takes(parameter, grad):
             return
-        if grad is None:
+        if grad is None or is_dummy_grad(parameter):
             left = current is not None and id(parameter) in current.left
             if not left and getattr(parameter, "main_grad", None) is not None:
                 self._touched[parameter] = None

@@ -20,6 +20,10 @@ pytestmark = needs_megatron
 SPLIT = Case(Model(layers=4), split_weight_grad=True, policy="overlap")
 TIED = Model(layers=4, tied=True, position="learned_absolute")
 EXPERTS = Model(layers=4, experts=4)
+# The output layer's own backward is fused, and Megatron computes its weight gradients after the step.
+DEFERRED = Model(
+    layers=4, extra_config=(("defer_embedding_wgrad_compute", True), ("gradient_accumulation_fusion", True))
+)
 
 ONE_RANK_WIDE = [
     case.short()
@@ -47,6 +51,7 @@ CUTS = [
     dataclasses.replace(FOUR_LAYERS, pp=2, tp=2, vp=2, microbatches=4),
     dataclasses.replace(FOUR_LAYERS, pp=2, tp=2, model=EXPERTS),
     dataclasses.replace(FOUR_LAYERS, pp=2, vp=2, model=EXPERTS, microbatches=4),
+    dataclasses.replace(FOUR_LAYERS, pp=2, vp=2, model=DEFERRED, microbatches=4),
     dataclasses.replace(FOUR_LAYERS, pp=4),
     dataclasses.replace(FOUR_LAYERS, pp=4, vp=2, model=Model(layers=8), microbatches=8),
     dataclasses.replace(FOUR_LAYERS, pp=2, dp=2, overlap_grad_reduce=True, optimizer="distributed"),
@@ -57,7 +62,8 @@ WIDE_CUT = dataclasses.replace(FOUR_LAYERS, pp=4, tp=2, vp=2, model=Model(layers
 
 
 def _name(case: Case) -> str:
-    return f"{case.schedule or 'as Megatron'} {case.label()}{' moe' if case.model.experts else ''}"
+    kind = " moe" if case.model.experts else " deferred" if case.model is DEFERRED else ""
+    return f"{case.schedule or 'as Megatron'} {case.label()}{kind}"
 
 
 def _split(case: Case) -> Case:

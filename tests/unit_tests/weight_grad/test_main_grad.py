@@ -245,8 +245,8 @@ def test_apex_is_used_only_where_it_is_and_there_is_a_device_for_it(
 
 
 class _FusesItself(torch.autograd.Function):
-    """A layer's own fused backward: writes ``main_grad`` and gives autograd nothing for the weight, as Megatron's
-    does.
+    """A layer's own fused backward: writes ``main_grad`` and gives autograd nothing for the weight. If the weight has
+    Megatron's signal, it sets the signal and gives autograd memory with any content, as Megatron's does.
     """
 
     @staticmethod
@@ -256,10 +256,13 @@ class _FusesItself(torch.autograd.Function):
         return x * weight
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
         ctx.main_grad += (grad * x).sum(0)
-        return grad * weight, None
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return grad * weight, None
+        weight.grad_added_to_main_grad = True
+        return grad * weight, torch.full_like(weight, 7.0)
 
 
 class _FusedScale(nn.Module):
@@ -272,14 +275,28 @@ class _FusedScale(nn.Module):
         return _FusesItself.apply(x, self.weight)
 
 
-def test_a_layer_that_writes_main_grad_itself_is_not_split() -> None:
+@pytest.mark.parametrize("signals", [False, True])
+def test_a_layer_that_writes_main_grad_itself_is_not_split(signals: bool) -> None:
     model = _FusedScale()
+    if signals:  # as DistributedDataParallel sets it together with main_grad
+        model.weight.grad_added_to_main_grad = False  # type: ignore[assignment]
     store = split_weight_grad(model)
     hook = MegatronHook()
     model.weight.register_post_accumulate_grad_hook(hook)
     run_split(store, lambda mb: model(torch.full((2, 3), 2.0)).sum(), 2)
     assert torch.equal(model.weight.main_grad, torch.full((3,), 8.0))  # type: ignore[arg-type]
     assert len(hook.ready) == 1
+
+
+def test_a_gradient_beside_a_fused_one_counts_where_megatron_adds_both() -> None:
+    """A tied weight: the output layer's backward is fused, and the embedding's gradient comes from autograd. Megatron
+    marks such a weight with ``zero_out_wgrad``, for which the fused backward gives autograd zeros."""
+    model = _FusedScale()
+    model.weight.grad_added_to_main_grad = True  # type: ignore[assignment]
+    model.weight.zero_out_wgrad = True  # type: ignore[assignment]
+    store = split_weight_grad(model)
+    run_split(store, lambda mb: (torch.full((2, 3), 2.0) * model.weight).sum(), 2)
+    assert torch.equal(model.weight.main_grad, torch.full((3,), 8.0))  # type: ignore[arg-type]
 
 
 # -- Transformer Engine's layers as they are, compiled part included --------------------------------------------------
