@@ -30,7 +30,7 @@ def page(run: Run, path: Path) -> str:
     found += [[part.title, *map(_cell, row)] for part, result in results for row in _found(result)]
     text = [
         "# On a GPU",
-        f"What `scripts/gpu_check.sh` has {what}, for whoever wants to know what is proven there. "
+        f"This page has what `scripts/gpu_check.sh` has {what}, for whoever wants to know what is proven there. "
         f"Each part is shown as it last ran: {', '.join(f'{number} {verdict}' for verdict, number in counts.items())}. "
         "A part that has not run is not yet measured.",
         write_data(path, "gpu_parts", "Parts", parts),
