@@ -311,7 +311,7 @@ class SlicedSteps(ModelSteps):
         if self.settings.calculate_per_token_loss:
             return returned
         loss, tokens, report = returned
-        self.record.num_tokens = self.record.num_tokens + tokens
+        self.record.num_tokens += tokens
         self._tokens = [] if part.index == 0 else self._tokens
         self._tokens.append(tokens)
         return _DividedLater.apply(loss, self._tokens), report

@@ -20,7 +20,7 @@ from megatron_pp.plan.ir.placement import Placement
 from megatron_pp.plan.ir.spec import PLAIN, PlanSpec
 from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.testing.pipeline import placement_of, toy_step
-from megatron_pp.testing.toy import ToyBlock, ToyData, reference_run, toy_chunks, toy_config, toy_loss
+from megatron_pp.testing.toy import ToyBlock, ToyData, current_slice, reference_run, toy_chunks, toy_config, toy_loss
 from megatron_pp.weight_grad import split_weight_grad
 from testkit.device_runs.nccl_runs import FailingBlock, step_on_nccl
 from testkit.device_runs.stream_runs import POLICIES, plan_on_streams, toy_step_on_streams
@@ -120,6 +120,23 @@ def test_pairs_need_both_edges(missing: str) -> None:
         "dualpipe_v", 2, ToyData(6), overlapped_forward_backward=PairWithout(missing), **OVERLAP
     )
     assert bool(report.races) == bool(missing), str(report)
+
+
+def counting_tokens(data_iterator: Any, model: Any) -> Any:
+    x, target = next(data_iterator)
+    if (part := current_slice()) is not None:
+        x, target = part.of(x, 0), part.of(target, 0)
+    return model(x), lambda output: (toy_loss(target, output)[0], torch.full((), 6, dtype=torch.int), {})
+
+
+@pytest.mark.parametrize("calculate_per_token_loss", [True, False])
+@pytest.mark.parametrize("slices", [1, 3])
+def test_pairs_on_two_streams_count_tokens(calculate_per_token_loss: bool, slices: int) -> None:
+    """Forwards of one rank are on two streams in turn, and both read the sum so far."""
+    schedule = "combined_1f1b" if slices == 1 else "seq_1f1b"
+    fields = {"overlapped_forward_backward": on_two_streams, "calculate_per_token_loss": calculate_per_token_loss}
+    report = report_of(counting_tokens, pipeline_schedule=schedule, sequence_slices=slices, **fields)
+    assert not report.races, str(report)
 
 
 class SynchronizingBlock(ToyBlock):
