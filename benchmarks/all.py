@@ -1,5 +1,5 @@
-"""Runs every benchmark that this machine can run, each in a process of its own. If one fails or takes too long, the
-others still run."""
+"""Runs every benchmark that this machine can run, each in a process of its own. If a benchmark fails or takes too long,
+the others still run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 if all benchmarks ended well, 1 if one did not, 130 after Ctrl-C."""
+    """Run the benchmarks. Returns 0 if all of them ended well, 1 if any did not, and 130 after Ctrl-C."""
     if args.out is None:
         raise BenchmarkError("give a folder for the results: --out results")
     names = args.only or list(PARTS)

@@ -1,4 +1,5 @@
-"""Sequences in the order of arrival: lengths drawn from public traces, and microbatches that are not reordered."""
+"""Sequences in the order in which they arrive: draws lengths from public traces, and keeps microbatches in the order of
+their first sequences."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def step_of_model(
     chunk: Any, forward_step: Callable[..., Any], data: Callable[[], Any], num_microbatches: int, seq_length: int
 ) -> Step:
     """A step of this rank's only chunk. Each microbatch is one sequence."""
-    size, communicator = dist.get_world_size(), P2PCommunicator(dist.group.WORLD, chunk.config)
+    size = dist.get_world_size()
+    communicator = P2PCommunicator(dist.group.WORLD, chunk.config)
     arguments = forward_step, [chunk], data, num_microbatches, seq_length
     return step_of(get_forward_backward_func(size), *arguments, p2p_communicator=communicator)
 

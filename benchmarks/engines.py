@@ -78,5 +78,5 @@ def surroundings(engine: str) -> AbstractContextManager[None]:
     from benchmarks.megatron_library import load
     from megatron_pp.integrations.megatron_core import installed
 
-    # Outside of install() it calls Megatron's schedule.
+    # Outside of install() the plug-in's step would call Megatron's own schedule.
     return installed() if engine == PLUG_IN else load(engine).current()

@@ -1,7 +1,7 @@
 """Steps of two ranks on one GPU over sockets: step time by CUDA events, and how long the host and the stream wait.
 
 NCCL refuses two ranks on one GPU only within one host id. So each rank has its own host id, and messages go over
-sockets. They are slow enough to show what overlap hides. With two GPUs or more each rank has its own GPU.
+sockets. Sockets are slow enough to show what overlap hides. With two GPUs or more each rank has its own GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Machine instructions outside the model per virtual microbatch, counted by callgrind. A busy machine has the same
-count.
+"""Counts the machine instructions outside the model per virtual microbatch, by callgrind. The count is the same on a
+busy machine.
 
 One process runs the engines in turns, and calls `getsid` before and after the counted steps. At each call callgrind
 writes its count since the last call.

@@ -26,7 +26,7 @@ SCHEDULES = {"1f1b": None, "zb_h1": None, "interleaved_1f1b": 2, "interleaved_zb
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step_arguments(parser)
-    add_options(parser, rounds=(4, "recorded steps; the table has the one of median length"))
+    add_options(parser, rounds=(4, "recorded steps; the table has the step of median length"))
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
 
 

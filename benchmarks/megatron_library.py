@@ -1,7 +1,7 @@
-"""Loads the installed Megatron-core and, in the same process, that of a source checkout.
+"""Loads the installed Megatron-core and, in the same process, the Megatron-core of a source checkout.
 
-Both are named `megatron`. Each is imported while the other's modules are out of `sys.modules`, so that engines of
-both can take turns in one run. `--megatron-source PATH` of scripts/benchmark.py gives the checkout to this process
+Both packages are named `megatron`. Each is imported while the other's modules are out of `sys.modules`, so that engines
+of both can take turns in one run. `--megatron-source PATH` of scripts/benchmark.py gives the checkout to this process
 and to the ranks that it starts, in the environment variable SOURCE_VARIABLE.
 """
 
@@ -78,7 +78,8 @@ def load(engine: str) -> Library:
         raise Unavailable("no checkout of Megatron-LM was given (--megatron-source)")
     from megatron_pp.tools.parity.cpu_stand_in import triton_stand_in
 
-    before, path = _take_modules(), list(sys.path)
+    before = _take_modules()
+    path = list(sys.path)
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:

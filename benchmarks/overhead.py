@@ -96,7 +96,8 @@ def _stubbed(work: Work, rank: int, args: argparse.Namespace) -> list[Row]:
         seconds = timed_rounds(
             steps, args.rounds, warmup=3, clock=time.thread_time, around=surroundings, settling=SETTLING
         )
-    bare, scale = seconds.pop(MODEL), 1e6 / work.virtual_microbatches
+    bare = seconds.pop(MODEL)
+    scale = 1e6 / work.virtual_microbatches
     rows: list[Row] = [_row(work, MODEL, summary(bare, scale), "")]
     for engine in MEASURED:
         us = _outside(seconds[engine], bare, scale) if engine in seconds else {}
@@ -133,9 +134,12 @@ def _with_ratios(rows: list[Row]) -> list[Row]:
 
 
 def bare_model(work: Work, rank: int) -> Step:
-    """A step of the bare model: as many forwards and backwards as ``rank`` runs. Each has what its stage has: data or
-    an input that needs a gradient, and a loss or the gradient of an output."""
-    model, first, gradient = AddWeight(work.shape), first_input(work), torch.ones(work.shape)
+    """A step of the bare model: as many forwards and backwards as ``rank`` runs. A forward gets data on the first
+    stage, and elsewhere an input that needs a gradient. A backward starts from a loss on the last stage, and elsewhere
+    from the gradient of an output."""
+    model = AddWeight(work.shape)
+    first = first_input(work)
+    gradient = torch.ones(work.shape)
     stages = [chunk * work.pipeline_size + rank for chunk in range(work.num_chunks)]
     last = work.pipeline_size * work.num_chunks - 1
 
@@ -152,8 +156,8 @@ def bare_model(work: Work, rank: int) -> Step:
 
 
 def _on_gloo(works: list[Work], args: argparse.Namespace) -> dict[tuple[str, str], Row]:
-    """(setting, engine) -> microseconds per virtual microbatch in real processes. Each pipeline size has one set of
-    them."""
+    """(setting, engine) -> microseconds per virtual microbatch in real processes. All settings of a pipeline size run
+    in the same processes."""
     found: dict[tuple[str, str], Row] = {}
     for size in sorted({work.pipeline_size for work in works} - {1}):
         some = [work for work in works if work.pipeline_size == size]

@@ -154,9 +154,11 @@ class VariantStep:
     def __call__(self) -> None:
         """Run the step. On the last stage ``losses`` then has its losses."""
         releases = ReleaseTimer()
-        iterators, settings = [None] * len(self.chunks), StepSettings.from_config(self.config)
+        iterators = [None] * len(self.chunks)
+        settings = StepSettings.from_config(self.config)
         steps = ModelSteps(self._forward_step, iterators, self.chunks, settings, self.options)
-        hooks, shapes = SyncHooks(settings, self.chunks), [Shapes(self.shape, self.shape)]
+        hooks = SyncHooks(settings, self.chunks)
+        shapes = [Shapes(self.shape, self.shape)]
         self.executor(self.plan, self.communicator, steps, hooks, shapes, observer=releases).run()
         self.losses = [float(loss) for loss in steps.record.data]
         self.in_releases += releases.seconds

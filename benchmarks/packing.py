@@ -57,7 +57,8 @@ class Case:
 
 
 def rules_of(trace: str) -> PackingRules:
-    """The packing rules of a trace: enough ranks and tokens of each for its longest sequence."""
+    """The packing rules of a trace. They have enough ranks, and enough tokens on each rank, for its longest
+    sequence."""
     return PackingRules(*_RANKS_AND_TOKENS[trace], pair_cost(*_LAYER))
 
 
@@ -206,7 +207,8 @@ class _Pipeline:
     def timed(self, step: PackedStep) -> float:
         import torch.distributed as dist
 
-        packs, shares = step.of_rank(0), _shares(step)
+        packs = step.of_rank(0)
+        shares = _shares(step)
         shapes = [-(-pack.tokens // pack.context) for pack in packs]
 
         def data() -> Iterator[tuple[torch.Tensor, float]]:

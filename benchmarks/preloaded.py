@@ -1,4 +1,5 @@
-"""The process from which a benchmark with peers forks its ranks imports this module, once for all ranks."""
+"""Imports torch's pipelining and the Megatron-cores. A benchmark with peers forks its ranks from a process that has
+imported this module, so that the imports happen once for all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Writes a paragraph for each benchmark of docs/performance.md: the result in its chart, with numbers of its report."""
+"""Writes a paragraph for each benchmark of docs/performance.md. It says what the benchmark's chart shows, with numbers
+from its report."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def _plugged_in(rows: Sequence[Row], column: str) -> str:
     of = {engine: {row["setting"]: row for row in _rows(rows, engine=engine)} for engine in (PLUG_IN, "megatron")}
 
     def compared(measured: str) -> str:
-        """The typical value, and its typical ratio to Megatron-core's."""
+        """The median of our values, and the median of their ratios to Megatron-core's, as text with ranges."""
         both = [
             (mine[measured], theirs[measured])
             for setting, mine in of[PLUG_IN].items()

@@ -62,8 +62,8 @@ class Place:
 
 @contextlib.contextmanager
 def shaped_network(size: int, rate_mbit: float) -> Iterator[list[Place]]:
-    """Make the namespaces and links, and remove them afterwards. ``rate_mbit`` holds for each direction of each link.
-    Raises BenchmarkError if the process may not make them, or if ip, tc or sysctl is missing."""
+    """A context with the namespaces and links, which it removes at its end. ``rate_mbit`` holds for each direction of
+    each link. Raises BenchmarkError if the process may not make them, or if ip, tc or sysctl is missing."""
     for tool in ("ip", "tc", "sysctl"):
         if shutil.which(tool) is None:
             raise BenchmarkError(f"a shaped link needs the command `{tool}` (packages iproute2, procps)")

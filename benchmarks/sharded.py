@@ -97,8 +97,8 @@ class WideStage(TimedStage):
 
 
 def _elements(sweep: Sweep, ratio: float) -> int:
-    """The number of elements of a stage whose all-gather takes ``ratio`` forwards. Each replica sends its part to all
-    others."""
+    """The number of parameters of a stage whose all-gather takes as long as ``ratio`` forwards. In the all-gather each
+    replica sends its part to all others."""
     return round(sweep.message_bytes(ratio) / 4 / (REPLICAS - 1)) * REPLICAS
 
 
@@ -108,7 +108,8 @@ def _rank(rank: int, size: int, works: list[tuple[float, Work]], sweep: Sweep) -
     pipelines = [dist.new_group(list(range(first, first + length))) for first in range(0, size, length)]
     across = [dist.new_group(list(range(place, size, length))) for place in range(length)]
     replicas = across[rank % length]
-    mesh, results = DeviceMesh.from_group(replicas, "cpu"), []
+    mesh = DeviceMesh.from_group(replicas, "cpu")
+    results = []
     for ratio, work in works:
         elements = _elements(sweep, ratio)
         times = _Times(transfer_seconds(rank, work.message_bytes), *_collective_seconds(elements, replicas))
@@ -156,7 +157,8 @@ def _collective_seconds(elements: int, group: Any, repeats: int = 5) -> tuple[fl
 def bound_seconds(work: Work, sweep: Sweep, times: _Times, change: Callable[[Plan], Plan]) -> float:
     """The shortest step that the order of compute and the limit on whole stages allow."""
     of_each = {"unshard": (times.gather,) * work.num_stages, "reduce_grad": (times.reduction,) * work.num_stages}
-    costs, most = replace(sweep.costs(work), **of_each), min(MOST_WHOLE, work.num_chunks)
+    costs = replace(sweep.costs(work), **of_each)
+    most = min(MOST_WHOLE, work.num_chunks)
     network = network_of(work, times.transfer)
     kinds = (BY_COST, PER_RUN, *([PER_STEP] if most == work.num_chunks else []))
     return min(

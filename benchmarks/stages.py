@@ -98,8 +98,9 @@ def cycles_per_ms(device: torch.device) -> float:
 
 
 class SplitTimedStage(TimedStage):
-    """A TimedStage whose backward is in two halves: it queues its weight gradients, as Transformer Engine's layers do,
-    and ``backward_dw()`` computes (sleeps) them, oldest first. ``split_weight_grad`` supports such layers."""
+    """A TimedStage whose backward is in two halves. Its backward queues the weight gradients, as that of Transformer
+    Engine's layers does. ``backward_dw()`` sleeps for the time of the oldest one. ``split_weight_grad`` supports such
+    layers."""
 
     def __init__(self, forward_seconds: float, input_seconds: float, weight_seconds: float) -> None:
         super().__init__(forward_seconds, input_seconds)

@@ -1,5 +1,6 @@
-"""Write each benchmark in a folder of results into docs/performance.md, between its marks: chart, reading, and a link
-to its table in docs/data. docs/data/performance_runs.csv has the settings and versions of each table.
+"""Writes each benchmark of a folder of results into docs/performance.md, between the marks of that benchmark: its
+chart, a paragraph (``readings.py``), and a link to its table in docs/data. docs/data/performance_runs.csv has the
+settings and versions of each table.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def together(one: Report, other: Report) -> Report:
-    """One report with the rows of both. Settings and environment name both values if they differ. Raises BenchmarkError
-    if the columns differ."""
+    """One report with the rows of both. A setting, or a fact about the machine, that differs has both values. Raises
+    BenchmarkError if the columns differ."""
     if one.columns != other.columns:
         raise BenchmarkError(f"two reports {one.name!r} have different columns: they were made by different versions")
     return replace(

@@ -1,4 +1,5 @@
-"""The cost of recording a trace: CPU time of a step with and without it, with a stubbed transport."""
+"""Measures what recording a trace costs: the CPU time of a step with a trace, and of the same step without one. The
+transport is stubbed, so transfers take no time."""
 
 from __future__ import annotations
 
@@ -25,8 +26,11 @@ QUICK = {"rounds": 15}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    share = 10.0, "milliseconds of F+B of one microbatch and chunk, of which the share is computed"
-    add_options(parser, rounds=(30, "repeats, in turns (default 30)"), microbatches=64, compute_ms=share)
+    compute = (
+        10.0,
+        "milliseconds of a forward and backward of one microbatch through one chunk; the share is of this time",
+    )
+    add_options(parser, rounds=(30, "repeats, in turns (default 30)"), microbatches=64, compute_ms=compute)
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -37,14 +41,16 @@ def run(args: argparse.Namespace) -> Report:
         rows,
         numbers_of(args),
         [
-            "Medians of the CPU time of one rank's step, transport stubbed, model x + w on 8 floats, per virtual "
-            "microbatch (F+B). They include writing the step to the file. Share: of the compute time above.",
+            "Off and on: the median CPU time of one rank's step without and with a trace, per virtual microbatch "
+            "(F+B). The transport is stubbed, and the model is x + w on 8 floats. On includes the time to write the "
+            "step to the file. Share: the added time over the compute time above.",
             "Target: share at most 0.01.",
         ],
     )
 
 
 def _row(work: Work, rank: int, args: argparse.Namespace) -> Row:
+    """Measure the steps of ``rank`` without and with a trace, in turns."""
     with (
         stubbed_group(rank, work.pipeline_size, "calls") as (group, _),
         tempfile.TemporaryDirectory() as folder,
@@ -66,13 +72,16 @@ def _row(work: Work, rank: int, args: argparse.Namespace) -> Row:
 
 
 class _ReceivesZeros(StubTransport):
-    """A stub whose receives of whole numbers give zeros: ranks compare their clocks by them."""
+    """A stub transport whose receives of integers give zeros. Ranks compare their clocks by sending integers, and here
+    no other rank sends any."""
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Done:
         return super().irecv(tensor if tensor.is_floating_point() else tensor.zero_(), peer, channel)
 
 
 def _traced(step: Step, folder: str) -> Step:
+    """``step`` with tracing turned on while it runs. The trace is written into ``folder``."""
+
     def run() -> None:
         os.environ.update({variable_of("trace_dir"): folder, variable_of("trace_steps"): "1-999999999"})
         try:

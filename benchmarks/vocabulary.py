@@ -1,5 +1,5 @@
-"""An output layer that is split over all ranks, compared with one on the last stage. Compute takes a known time; the
-output layer costs as much as several transformer layers."""
+"""Compares an output layer that is split over all ranks with an output layer on the last stage. Compute takes a known
+time, and the output layer costs as much as several transformer layers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _row(args: argparse.Namespace, name: str, of_ranks: list[float]) -> Row:
-    layer, balanced = args.layer_ms, _balanced_ms(args)
+    layer = args.layer_ms
+    balanced = _balanced_ms(args)
     costs = StageCosts.uniform(args.pp, *(args.layers * layer,) * 3)
     costs = replace(costs, output_layer=(args.output_layers * layer,) * 3)
     simulated = simulate(build_plan(PlanSpec(name, args.pp, 1, args.microbatches)), costs).makespan
@@ -75,11 +76,12 @@ def _rank(rank: int, size: int, args: argparse.Namespace) -> dict[str, float]:
 
 
 def _step(rank: int, size: int, args: argparse.Namespace, name: str) -> Step:
-    layer, barriers = args.layer_ms / 1e3, SCHEDULES[name].barriers
+    layer = args.layer_ms / 1e3
+    barriers = SCHEDULES[name].barriers
     third = args.output_layers * layer / size
 
     class TimedOutput(SplitOutputLayer):
-        """Output layer whose S and T take their share of its time."""
+        """A split output layer whose passes S and T take their share of the layer's time."""
 
         def pass_s(self, *given: Any) -> None:
             with lasting(third * (2 if barriers == 1 else 1)):

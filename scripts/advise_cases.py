@@ -42,7 +42,8 @@ def row(setting: str, pipeline: str, one: Outcome, theirs: Outcome) -> list[str]
 
 def stages_of_text(text: str, layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
     """The layers of each stage of a layout without repetitions, such as ``E|t|t|LL``."""
-    left, kinds = list(layers), {letter: kind for kind, letter in LETTERS.items()}
+    left = list(layers)
+    kinds = {letter: kind for kind, letter in LETTERS.items()}
     stages = []
     for part in text.split("|"):
         stages.append(tuple(left.pop(0) for _ in part))

@@ -108,7 +108,8 @@ def published() -> Iterator[Run]:
     yield Run(f"{name}, MXFP8", "gb300", 256, (1, 2, 8, 1, 32), 4096, fp8 + OVERLAP, 1635, later)
     more = f"{fp8}{OVERLAP}--sequence-parallel {up} mlp"
     yield Run(f"{name}, FP8", "h100", 1024, (2, 8, 4, 1, 64), 8192, more, 338, f"{BRIDGE}, 25.09")
-    name, short = "Qwen3-235B", QWEN + tokens
+    name = "Qwen3-235B"
+    short = QWEN + tokens
     yield Run(f"{name}, bf16", "gb200", 256, (1, 8, 3, 1, 32), 8192, short, 728, f"{BRIDGE}, 25.11")
     yield Run(f"{name}, bf16", "gb200", 256, (1, 8, 1, 1, 8), 8192, short, 750, ZOO)
     yield Run(f"{name}, bf16", "gb300", 256, (1, 4, 12, 1, 16), 8192, short + two, 907, f"{BRIDGE}, 25.11")
@@ -151,7 +152,8 @@ def row(run: Run) -> tuple[list[str], float]:
     replicas = run.gpus // (tensor * ranks * context)
     text = f"{run.arguments} --tensor-model-parallel-size {tensor} --context-parallel-size {context}"
     arguments = read_megatron_args(f"{text} --expert-model-parallel-size {experts}")
-    gpu, size = GPUS[run.gpu], whole(arguments, "micro_batch_size", 1)
+    gpu = GPUS[run.gpu]
+    size = whole(arguments, "micro_batch_size", 1)
     model = transformer_of(arguments, replicas).model(gpu)
     schedule = run.schedule or ("interleaved_1f1b" if chunks > 1 else "1f1b")
     network = gpu.network / GB / 1e3

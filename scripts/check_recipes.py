@@ -131,7 +131,10 @@ def main() -> int:
 def run(megatron: Path, only: Sequence[str] | None) -> list[list[str]]:
     """A row for each recipe whose name contains one of ``only``. The checkout's parser stays imported."""
     sys.path.insert(0, str(megatron))
-    imported, ran, gpu, rows = import_arguments(HOPPER), what_ran(), gpu_named("h100"), []
+    imported = import_arguments(HOPPER)
+    ran = what_ran()
+    gpu = gpu_named("h100")
+    rows = []
     for recipe in recipes_of(megatron):
         if ran.get(recipe.name) != NOT_TRAINED and (only is None or any(text in recipe.name for text in only)):
             answer = check(job_of(recipe, imported), gpu)

@@ -91,7 +91,8 @@ def carried_out(run: Run, args: argparse.Namespace) -> int:
         print("gpu_check: ended early", file=sys.stderr)
     run.save()
     write_page(run, args.out)
-    failures, to_come = run.failures(), [] if args.only else run.to_come()
+    failures = run.failures()
+    to_come = [] if args.only else run.to_come()
     for failure in failures:
         print(f"FAILED: {failure.splitlines()[0]}")
     if to_come:

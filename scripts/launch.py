@@ -65,7 +65,9 @@ def summary(rank: int, failure: ProcessFailure, logs: Path) -> str:
     for path in logs.glob("*/attempt_*/*/error.json"):
         with suppress(ValueError):  # cut short by a signal
             said = json.loads(path.read_text())["message"]["message"].partition("\n")[0]
-            of_peer, start, local_rank = said.startswith("PipelinePeerError: "), path.parts[-3], int(path.parts[-2])
+            of_peer = said.startswith("PipelinePeerError: ")
+            start = path.parts[-3]
+            local_rank = int(path.parts[-2])
             line = said.partition(": ")[2] if of_peer else f"rank {rank - failure.local_rank + local_rank}: {said}"
             found.append((-int(start.removeprefix("attempt_")), not of_peer, local_rank, line))
     reasons = [line for *_, line in sorted(found)[:1]]

@@ -35,7 +35,8 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
-            name, text = report.nodeid.split("::")[-1], str(report.longrepr).strip().splitlines()
+            name = report.nodeid.split("::")[-1]
+            text = str(report.longrepr).strip().splitlines()
             self.found[name] = text[-1] if report.outcome == "failed" else report.outcome
 
 
@@ -140,7 +141,8 @@ def main() -> int:
     prepare(checkout)
     found = []
     for words, installs in (("without install()", False), ("with install()", True)):
-        start, outcomes = time.monotonic(), run(checkout, more, installs, options.deadline)
+        start = time.monotonic()
+        outcomes = run(checkout, more, installs, options.deadline)
         found.append(outcomes)
         counts = [list(outcomes.values()).count(kind) for kind in ("passed", "skipped")]
         counted = f"{counts[0]} passed, {counts[1]} skipped, {len(outcomes) - sum(counts)} failed"

@@ -6,9 +6,8 @@
 Two ranks with two chunks each train a small GPTModel on mock data. Megatron's own schedule runs two steps and saves a
 distributed checkpoint. Each schedule loads it, so all start with equal parameters, and runs the third step. It saves
 another checkpoint, from which 1f1b without virtual stages runs the fourth step. Build the helpers of Megatron's data
-sets first: `make -C megatron/core/datasets`, which needs pybind11.
-The exit status is 1 if a logged loss differs from that of Megatron's schedule, or a gradient norm by more than 1e-4 of
-its value.
+sets first: `make -C megatron/core/datasets`, which needs pybind11. The exit status is 1 if a logged loss differs from
+that of Megatron's schedule, or a gradient norm by more than 1e-4 of its value.
 """
 
 from __future__ import annotations
@@ -99,7 +98,8 @@ def main() -> int:
     parser.add_argument("--schedules", default="interleaved_1f1b,zb_v,dualpipe_v")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each run")
     options = parser.parse_args()
-    checkout, schedules = options.checkout.resolve(), options.schedules.split(",")
+    checkout = options.checkout.resolve()
+    schedules = options.schedules.split(",")
     if not (checkout / "pretrain_gpt.py").is_file():
         parser.error(f"{checkout} has no pretrain_gpt.py; give a checkout of Megatron-LM")
     differing = False

@@ -41,7 +41,8 @@ from megatron_pp.tools.check.jobs.read import Given, read_job  # noqa: E402
 from megatron_pp.tools.check.priced import priced, transformer_of_job  # noqa: E402
 from megatron_pp.tools.check.risks import known_faults  # noqa: E402
 
-PAGE, RECIPES = ROOT / "docs" / "recipes" / "models.md", ROOT / "examples" / "recipes"
+PAGE = ROOT / "docs" / "recipes" / "models.md"
+RECIPES = ROOT / "examples" / "recipes"
 COMMAND = re.compile(r"megatron-pp check --gpus (\d+) --gpu (\S+) examples/recipes/(\S+)")
 UPDATES = 6
 
@@ -116,7 +117,8 @@ def _sections(answer: Answer, name: str) -> tuple[dict, dict]:
 def of_packed_updates() -> Numbers:
     """The medians over several updates. An update has 128 responses with lengths of a public trace. Under Megatron's
     schedule the microbatches run in the order of arrival."""
-    recipe, gpu = packed_rl_update, gpu_named(packed_rl_update.GPU)
+    recipe = packed_rl_update
+    gpu = gpu_named(packed_rl_update.GPU)
     job = read_flags(["packed_rl_update.py", *recipe.FLAGS.split()], recipe.GPUS, "a table")
     _, memory = _sections(check(job, gpu), "packed_rl_update.py")
     found = priced(job, gpu)
@@ -131,7 +133,8 @@ def of_packed_updates() -> Numbers:
     for seed in range(UPDATES):
         step = packed(sequence_lengths("mooncake", 128, seed), recipe.RULES)
         spec = replace(found.plan.spec, num_microbatches=len(step.slots))
-        running, answer = build_plan(spec), plan_ahead(NextStep(spec, step.costs))
+        running = build_plan(spec)
+        answer = plan_ahead(NextStep(spec, step.costs))
         theirs.append(simulated(running, as_it_arrives(step)))
         planned = running if answer.proposal is None else answer.proposal.plan()
         ours.append(simulated(planned, step.ordered(answer.order)).makespan)
@@ -149,11 +152,14 @@ def of_packed_updates() -> Numbers:
 def of_encoders_in_bubbles() -> Numbers:
     """The numbers of the recipe with encoders in bubbles. Under Megatron's schedule the first stage encodes all
     images."""
-    recipe, gpu = vlm_in_bubbles, gpu_named(vlm_in_bubbles.GPU)
+    recipe = vlm_in_bubbles
+    gpu = gpu_named(vlm_in_bubbles.GPU)
     job = read_flags(["vlm_in_bubbles.py", *recipe.LANGUAGE.split()], recipe.GPUS, "a table")
     _, memory = _sections(check(job, gpu), "vlm_in_bubbles.py")
     found = priced(job, gpu)
-    size, language, network = found.plan.spec.pipeline_size, found.cut.costs, found.network(gpu)
+    size = found.plan.spec.pipeline_size
+    language = found.cut.costs
+    network = found.network(gpu)
 
     def encoder(images: int) -> Layer:
         words = [*recipe.VISION.split(), "--micro-batch-size", str(images), "--global-batch-size", str(16 * images)]

@@ -26,7 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megatron_pp.tools.cli.command_line import main as megatron_pp  # noqa: E402
 
-README, IMAGES = ROOT / "README.md", ROOT / "docs" / "images"
+README = ROOT / "README.md"
+IMAGES = ROOT / "docs" / "images"
 PREDICTED, MEASURED = IMAGES / "predicted.svg", IMAGES / "measured.svg"
 SCHEDULE, RANKS, MICROBATCHES, MS = "zb_h1", 4, 8, 120.0
 WARMUP, STEPS = 1, 5

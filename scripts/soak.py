@@ -159,7 +159,8 @@ def drawn_episodes(arguments: argparse.Namespace, rng: random.Random) -> Iterato
 
 def drawn(arguments: argparse.Namespace, rng: random.Random, number: int, schedule: str, kind: str) -> Episode:
     """An episode with a fault at a random place. The fault is before the last step, so that every rank detects it."""
-    ranks, chunks = arguments.ranks, CHUNKS.get(schedule, SCHEDULES[schedule].chunks or 2)
+    ranks = arguments.ranks
+    chunks = CHUNKS.get(schedule, SCHEDULES[schedule].chunks or 2)
     placement = Placement(SCHEDULES[schedule].placement, ranks, chunks)
     places = [(r, c) for r in range(ranks) for c in range(chunks) if kind != SHAPE or _is_sent(placement, r, c)]
     rank, chunk = rng.choice(places)
@@ -250,7 +251,8 @@ def book_fault(episode: Episode, reports: dict[int, Report], right: bool, books:
 
 def book_resources(pool: Pool, episode: Episode, reports: dict[int, Report], books: Books) -> None:
     """Record the resources of which a process holds more than after its first episodes."""
-    pids, fault = pool.pids(), episode.fault
+    pids = pool.pids()
+    fault = episode.fault
     held = {rank: report.resources for rank, report in reports.items() if report.resources is not None}
     # If the receiver dies in the middle of a transfer, gloo ends the send only with the process group.
     may_be_stuck = fault is not None and fault.kind == KILL and episode.seq_length == LARGE_LENGTH

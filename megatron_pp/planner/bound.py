@@ -49,8 +49,7 @@ def least_end(jobs: Iterable[Job]) -> float:
     """The earliest time at which all tails can be over if jobs may be interrupted; 0 without jobs.
 
     Jackson's preemptive schedule is the best schedule with interruptions. Of the jobs that can start, it always runs
-    the
-    job with the longest tail (Carlier 1982, "The one-machine sequencing problem").
+    the job with the longest tail (Carlier 1982, "The one-machine sequencing problem").
     """
     waiting: list[tuple[float, float]] = []  # (-tail, time left)
     now = end = 0.0

@@ -228,8 +228,7 @@ class RankWork:
 
     def end(self, heads: Paths, tails: Paths, known: float) -> float:
         """The earliest end of the step: the sum of this rank's work and its idle times at both ends. In a step of at
-        least
-        ``known``, a lower bound, the idle times that are added do not overlap.
+        least ``known``, a lower bound, the idle times that are added do not overlap.
         """
         start = self.from_start(heads)
         end = self.from_end(tails)

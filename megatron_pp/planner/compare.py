@@ -63,8 +63,7 @@ def compare(
 
     ``costs`` are of the whole model in any number of equal parts. ``memory_limit`` is in bytes per rank and needs
     ``shape``; ``outside`` is memory of it that is not for tensors. Schedules with a search plan for these costs and
-    this
-    limit. With ``optimizer_bypass``, makespan and bubble are those of one of many steps in a row (``steady.py``).
+    this limit. With ``optimizer_bypass``, makespan and bubble are those of one of many steps in a row (``steady.py``).
     """
     if memory_limit is not None and shape is None:
         raise PlanError("a memory limit needs the shape of the model")

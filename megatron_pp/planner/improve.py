@@ -301,8 +301,7 @@ class _Improvement:
         """Moves of tokens within the blocks of the critical path: (rank, its new row, first and last changed place).
 
         The first token of each kind in a block goes to the block's start, and the last one to its end. The block's
-        first
-        and last token go to the places of these tokens.
+        first and last token go to the places of these tokens.
         """
         for rank, low, high in self._blocks(timing):
             row = rows[rank]

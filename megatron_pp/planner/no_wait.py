@@ -1,8 +1,7 @@
 """Orders in which no microbatch waits: it starts when all ranks have room for its whole way forward and back.
 
 If the memory limit makes a step long, a microbatch must not keep memory longer than necessary. Weight gradients fill
-the
-gaps: when a forward needs memory, the oldest weight gradient runs as early as possible.
+the gaps: when a forward needs memory, the oldest weight gradient runs as early as possible.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ def search(
     """The best plan for ``spec`` on one placement, among ``families`` and plans that are made from them.
 
     Without ``spec.measured`` it assumes F = B = W = 1, free transfers, and the memory of 1F1B. A search of more than 5
-    s
-    is announced once. If no plan keeps to the memory limit, raises PlanError with the least memory that a family needs.
+    s is announced once. If no plan keeps to the memory limit, raises PlanError with the least memory that a family
+    needs.
     """
     placement = Placement(placement_kind, spec.pipeline_size, spec.num_chunks)
     return _PlanSearch(spec, placement, families, _Patience(announce, spec)).run()

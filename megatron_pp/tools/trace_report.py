@@ -23,8 +23,7 @@ def report_picture(found: Findings, traced: TracedRun, output: str) -> str | byt
     """The measured step above the predicted one, on one time axis.
 
     It is a PNG if ``output`` ends with .png, otherwise an HTML page with the tables. If ``output`` ends with .json, it
-    is
-    a Chrome trace of all recorded steps.
+    is a Chrome trace of all recorded steps.
     """
     if Path(output).suffix == ".json":
         return render_chrome_steps(_title(traced, found), _steps(traced))

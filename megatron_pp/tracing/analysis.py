@@ -82,7 +82,7 @@ class Findings:
 
     @property
     def slowest_excess(self) -> float:
-        """How much longer than the median rank it computes, as a share of the median."""
+        """How much longer the slowest rank computes than the median rank, as a share of the median."""
         usual = statistics.median(self.measured.busy)
         return self.measured.busy[self.slowest_rank] / usual - 1.0 if usual else 0.0
 
@@ -120,7 +120,7 @@ def analyse(run: TracedRun, step: int | None = None) -> Findings:
 
 
 def _measured_costs(steps: Sequence[Simulation]) -> StageCosts:
-    """Median time of each operation of each stage; of slices, times their number."""
+    """The median time of each operation of each stage. Times of slices are multiplied by the number of slices."""
     plan = steps[0].plan
     times = StageTimes()
     for step in steps:

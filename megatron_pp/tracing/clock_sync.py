@@ -29,8 +29,8 @@ class Agreement(NamedTuple):
 
 
 def agree_on_clocks(transport: Transport, clock: Clock, run: int = 0) -> Agreement:
-    """Compare the clocks. Collective over the pipeline; channels between neighbours must have been prepared. ``run`` is
-    rank 0's. ``clock`` returns nanoseconds, and is only compared with itself."""
+    """Compare the clocks. Collective over the pipeline; channels between neighbours must have been prepared. Rank 0's
+    ``run`` is passed on to all ranks. ``clock`` returns nanoseconds."""
     known = Agreement(run, 0)
     if transport.rank > 0:
         known = _answer(transport, transport.rank - 1, clock)

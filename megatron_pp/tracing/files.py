@@ -1,4 +1,4 @@
-"""The trace file of one rank: one JSON object a line, in the order in which things happened.
+"""The trace file of one rank: one JSON object a line, in the order of the events.
 
 ``run``   the run, rank and pipeline of the file; always the first line
 ``plan``  a plan, before the first step that executes it: its spec, this rank's program, and the certificate of all
@@ -49,7 +49,7 @@ class RunHeader:
 
     @property
     def started(self) -> datetime | None:
-        """When the run began, in UTC, as its name says; None for a name that is no time after 2000."""
+        """The beginning of the run in UTC, from the run's name. None if the name is not a time after 2000."""
         try:
             moment = datetime.fromtimestamp((int(self.run, 16) >> RUN_RANDOM_BITS) / 1e6, timezone.utc)
         except (ValueError, OverflowError, OSError):
@@ -85,7 +85,7 @@ class RankTrace:
     steps: dict[int, StepRecord] = field(default_factory=dict)
 
     def ahead_at(self, time: int) -> float:
-        """How far this rank's clock is ahead of the first rank's, interpolated between two syncs."""
+        """How far this rank's clock is ahead of the first rank's, interpolated between two clock comparisons."""
         if not self.syncs:
             return 0.0
         before = [s for s in self.syncs if s[0] <= time] or self.syncs[:1]
@@ -120,7 +120,7 @@ def _line(kind: str, **content: Any) -> str:
 
 
 def read_rank_trace(path: str | Path) -> RankTrace:
-    """Read one rank's file. Raises FileFormatError naming the file, the line and what is wrong with it.
+    """Read one rank's file. Raises FileFormatError with the file, the line and the fault in it.
 
     A last line without its end, as a killed run leaves it, is ignored."""
     return parse_rank_trace(read_text(path, plain=True), path)

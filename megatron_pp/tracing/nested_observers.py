@@ -1,4 +1,4 @@
-"""Several observers of a step as one."""
+"""Joins several observers of a step into one observer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron_pp.plan.ir.instruction import Instruction
 
 @dataclass
 class NestedObservers:
-    """``observers``: later ones begin behind earlier ones, and end before them."""
+    """An observer that calls ``observers``. Later observers begin after earlier ones, and end before them."""
 
     observers: Sequence[Any]  # as ``tracing.observers.Observer``
 

@@ -89,7 +89,8 @@ class Keeper:
         self.events = EventPool(timing=True)
 
     def follow(self, transport: Transport) -> None:
-        """``transport`` is that of the steps to come. Kept weakly: what belongs to a model may outlive it."""
+        """Set the transport of the steps to come. It is kept weakly, because this object belongs to a model, which may
+        outlive the transport."""
         self.transport = weakref.proxy(transport)
         self.rank = transport.rank
 

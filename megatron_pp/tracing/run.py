@@ -49,7 +49,7 @@ class TracedRun:
         return Plan(spec, placement, programs, ComputeOf(programs))
 
     def began(self, step: int) -> float:
-        """When ``step`` began, relative to the first recorded step."""
+        """The time at which ``step`` began, relative to the first recorded step."""
         return (_beginning(self, step) - _beginning(self, self.steps[0])) / _NANOSECONDS
 
     def measured(self, step: int) -> Simulation:
@@ -84,7 +84,7 @@ def run_names(folder: str | Path) -> list[str]:
 
 
 def _why_none(folder: Path) -> str:
-    """Why no traces were found in this folder."""
+    """The reason why no traces were found in this folder."""
     try:
         os.listdir(folder)
     except FileNotFoundError:
@@ -166,8 +166,9 @@ class _Merge:
                         self.posted.setdefault(("R", message_of(one)), start)
 
     def _transfers(self) -> dict[Message, Transfer]:
-        """From when both ends were posted until the receiver's WAIT ended, if it waited. If it did not, the transfer
-        ended before: it takes its link's usual time, at most until then."""
+        """The transfers of the step. A transfer begins when both ends are posted. If the receiver waited for it, it
+        ends with that WAIT. Otherwise it ended before the WAIT: it then takes the usual time of its link, and ends at
+        the WAIT at the latest."""
         ready = {m: max(self.posted[("S", m)], self.posted[("R", m)]) for m in self.waited if ("S", m) in self.posted}
         usual = self._usual_times(ready)
         transfers = {}
@@ -181,8 +182,8 @@ class _Merge:
         return transfers
 
     def _usual_times(self, ready: dict[Message, float]) -> dict[tuple[int, int], float]:
-        """Per link, the median of the transfers that a rank waited for from beginning to end; without any, the shortest
-        upper bound."""
+        """The usual time of a transfer on each link: the median of the transfers for which a rank waited from beginning
+        to end. If a link has no such transfer, it is the shortest upper bound."""
         seen: dict[tuple[int, int], list[float]] = defaultdict(list)
         bounds: dict[tuple[int, int], list[float]] = defaultdict(list)
         for message, since in ready.items():
@@ -193,7 +194,8 @@ class _Merge:
         return shortest | {link: statistics.median(times) for link, times in seen.items()}
 
     def _completes_batch(self, message: Message, ready: dict[Message, float]) -> bool:
-        """Whether it was ready last of those that its receiver posted together: a batch completes as a whole."""
+        """Whether the message was the last to become ready among those that its receiver posted together. A batch
+        completes as a whole, so only the last message shows its time."""
         together = self.batches.get((self.waited[message][0][1], message), (message,))
         return ready[message] == max(ready.get(m, 0.0) for m in together)
 
@@ -219,8 +221,8 @@ def _bases(run: TracedRun, step: int) -> list[float]:
 
 
 def _beginning(run: TracedRun, step: int) -> float:
-    """When the first instruction of any rank began; where the last rank was still in the step before, the end of that
-    or the first compute."""
+    """The time at which the first instruction of any rank began. If a rank was then still in the step before, it is the
+    end of that step, or the first compute of this step if that began earlier."""
     bases = _bases(run, step)
     traced = [trace.steps[step] for trace in run.ranks]
     first = min(base + times.starts[0] for base, times in zip(bases, traced, strict=True) if len(times.starts))

@@ -124,8 +124,8 @@ class Gathering:
 
 
 class _SplitLinear(torch.autograd.Function):
-    """Linear layer: in a pipeline backward it returns the input gradient and queues the rest in the store. Every other
-    backward returns all gradients, and can be differentiated again."""
+    """A linear layer. In a backward of a pipeline step it returns the input gradient, and queues the weight and bias
+    gradients in the store. Every other backward returns all gradients, and can be differentiated again."""
 
     @staticmethod
     def forward(

@@ -134,7 +134,9 @@ def differences(rank: int, size: int, device: torch.device, steps: dict[str, Ste
     assert dist.group.WORLD is not None
     transport = group_transport(dist.group.WORLD)
     for name, step in steps.items():
-        config, data, block = step.config(), step.data(device), step.block(device)
+        config = step.config()
+        data = step.data(device)
+        block = step.block(device)
         communicator = P2PCommunicator(dist.group.WORLD, config, transport)
         mine = run_rank(rank, size, step.chunks, data, config, communicator, block=block, prepare=step.prepare)
         whole = reference_run(size * step.chunks, data, block=block)

@@ -146,7 +146,8 @@ def _result(run: Run, part: Part, left: float) -> Result | None:
     if ended:
         result.verdict, result.why = FAIL, ended
     result.seconds, result.machine = seconds, run.words
-    result.date, result.commit = datetime.date.today().isoformat(), commit()
+    result.date = datetime.date.today().isoformat()
+    result.commit = commit()
     return result
 
 

@@ -81,7 +81,8 @@ class Judge:
         for node, nodes in enumerate(self.before):
             for one in nodes:
                 after[one].append(node)
-        reached, ready = [0] * len(left), [node for node, count in enumerate(left) if not count]
+        reached = [0] * len(left)
+        ready = [node for node, count in enumerate(left) if not count]
         for node in ready:
             reached[node] |= 1 << node
             for then in after[node]:
@@ -156,7 +157,8 @@ class Judge:
 
     def _allocate(self, record: Record) -> None:
         rank, start = record["rank"], record["address"]
-        starts, stop = self.starts[rank], start + record["bytes"]
+        starts = self.starts[rank]
+        stop = start + record["bytes"]
         at = bisect_right(starts, start)
         if (at and self.live[rank, starts[at - 1]][0] > start) or (at < len(starts) and starts[at] < stop):
             self.faults.append(f"rank {rank} has two things at {start}")

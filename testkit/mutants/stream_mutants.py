@@ -143,7 +143,8 @@ class MainGradBlock(ToyBlock):
 
     def __init__(self, stage: int) -> None:
         super().__init__(stage)
-        self.copies, self.of_backward = torch.cuda.Stream(), torch.cuda.current_stream()
+        self.copies = torch.cuda.Stream()
+        self.of_backward = torch.cuda.current_stream()
         weight = self.linear.weight
         weight.grad, self.main_grad = torch.zeros_like(weight), torch.zeros_like(weight)
         weight.register_post_accumulate_grad_hook(self._copy)
@@ -180,7 +181,8 @@ class InnerGradBlock(ToyBlock):
 
     def __init__(self, stage: int) -> None:
         super().__init__(stage)
-        self.looks, self.of_step = torch.cuda.Stream(), torch.cuda.current_stream()
+        self.looks = torch.cuda.Stream()
+        self.of_step = torch.cuda.current_stream()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.linear(x))
@@ -224,7 +226,8 @@ class TwoBranchBlock(ToyBlock):
         return hidden + branch
 
     def _leave(self, grad: torch.Tensor) -> None:
-        self.left, self.of_left = grad * 2, torch.cuda.current_stream()
+        self.left = grad * 2
+        self.of_left = torch.cuda.current_stream()
 
     def _use(self, grad: torch.Tensor) -> None:
         self.wait_for_left()

@@ -99,10 +99,12 @@ class _Graph:
             handler(record)
 
     def run(self, network: Network) -> Timelines:
-        times, within = [0.0] * len(self.after), [""] * len(self.after)
+        times = [0.0] * len(self.after)
+        within = [""] * len(self.after)
         for rank, name, launches in self.ranges:
             for node in launches:
-                times[node], within[node] = self.durations[rank, name] / len(launches), name
+                times[node] = self.durations[rank, name] / len(launches)
+                within[node] = name
         starts, ends = self._played(times, network)
         operations = [
             Operation(self.rank_of[stream], stream, what, within[node], starts[node], ends[node])

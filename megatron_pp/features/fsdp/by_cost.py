@@ -1,5 +1,6 @@
-"""Places stays by cost: of several ways to keep a limit on whole stages, it takes the one with the shortest simulated
-step, and of equally short ones the one with the fewest unshards.
+"""Places stays by cost (``fsdp_lowering.py`` says what a stay is). Several placements keep the limit on whole stages.
+This module takes the placement with the shortest simulated step. If several steps are equally short, it takes the
+placement with the fewest unshards.
 
 The plan without collectives is simulated first. Its times give each rank's stays: a stage is resharded when another one
 needs its room, and unsharded as late as possible, so that its all-gather and those behind it are over in time. The ways
@@ -58,7 +59,7 @@ def costs_of(spec: PlanSpec, num_stages: int) -> tuple[StageCosts, Network]:
 
 
 def placed_by_cost(plan: Plan, spec: PlanSpec) -> tuple[Line, ...]:
-    """The programs of ``plan`` with collectives."""
+    """The programs of ``plan``, with collectives placed by cost."""
     costs, network = costs_of(spec, plan.placement.num_stages)
     clocks = _clocks(plan, costs, network)
     most = spec.fsdp_max_active_stages or spec.num_chunks

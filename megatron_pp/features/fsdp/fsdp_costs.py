@@ -9,8 +9,8 @@ from megatron_pp.plan.verify.queues import Gathering
 
 
 class _Collectives(Charges):
-    """The all-gather of a stage's parameters takes its ``unshard``, the reduce-scatter of its gradients its
-    ``reduce_grad``, on a link of their own.
+    """The collectives of sharded stages. The all-gather of a stage's parameters takes the stage's cost ``unshard``, and
+    the reduce-scatter of its gradients the cost ``reduce_grad``. They use a link of their own.
     """
 
     def transfer(self, ends: Gathering, now: float) -> Transfer:

@@ -218,7 +218,8 @@ def with_collectives(program: Line, layout: ShardLayout) -> Line:
             due = False
         if at.op in ins.COMPUTE_OPS:
             add(before[boundary])
-            boundary, due = boundary + 1, True
+            boundary += 1
+            due = True
         made.append(at)
     if due:
         add(at_boundary[boundary])

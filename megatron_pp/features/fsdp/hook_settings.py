@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 _MESH = "post_forward_mesh_info"  # None: parameters stay whole after a forward
-_AUTO = "_auto_reshard_after_forward"  # what a root does is FSDP2's choice, made in its first forward: they stay whole
+# FSDP2 chooses for a root module in its first forward: the root's parameters stay whole.
+_AUTO = "_auto_reshard_after_forward"
 _OF_MODULE = (_AUTO, "_states_to_backward_prefetch")
 _OF_GROUP = (_MESH, "reduce_grads", "all_reduce_grads", "reshard_after_backward", "unshard_in_backward")
 

@@ -2,8 +2,8 @@
 
 The first training step is left out. In the next steps every compute operation is timed as in a trace, and in the first
 of these KeptBytes counts two microbatches of each stage. After the last of these steps, between two steps, all ranks of
-the pipeline time their links and gather the results. The job's first rank writes those of its pipeline as JSON
-(``plan.measured.MeasuredFile``). ``auto`` reads the file as ``pipeline_measured``, ``megatron-pp advise`` by
+the pipeline time their links and gather the results. The job's first rank writes the results of its pipeline as JSON
+(``plan.costs.measured.MeasuredFile``). ``auto`` reads the file as ``pipeline_measured``, ``megatron-pp advise`` by
 ``--costs``.
 """
 
@@ -53,7 +53,7 @@ logger = logging.getLogger("megatron_pp")
 FILE_NAME = "megatron_pp_measured.json"
 _NOT_MEASURED = math.nan  # stands for a missing number among those that are gathered
 
-# As tracers: one belongs to a model, and goes with it.
+# Each belongs to a model and is dropped with it, as tracers are.
 _MEASURINGS: ObjectTable[Measuring] = ObjectTable()
 
 
@@ -83,7 +83,8 @@ def _check_path(path: str) -> None:
 
 
 class TimeKeeper(Keeper):
-    """Collects the times of steps, in seconds, while they go on. Those of all ranks can be gathered at any time."""
+    """Collects the times of steps, in seconds, while training goes on. The times of all ranks can be gathered after any
+    step."""
 
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)

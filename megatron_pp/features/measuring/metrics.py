@@ -34,7 +34,7 @@ class StepMetrics(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """Share of the time in which it did not compute."""
+        """The share of the time in which the rank did not compute."""
         return 1.0 - self.compute / self.pipeline if self.pipeline else 0.0
 
 
@@ -43,7 +43,7 @@ Sink = Callable[[int, StepMetrics], None]
 method ``of_pipeline(transport)``, what that returns takes its place in each step; None: nothing is measured."""
 
 
-# As tracers: one belongs to a model, and goes with it.
+# Each belongs to a model and is dropped with it, as tracers are.
 _METERS: ObjectTable[Meter] = ObjectTable()
 
 
@@ -150,7 +150,8 @@ class _OnDevice(_OnHost):
         return bool(self.ended[-1].query())
 
     def hand_over(self) -> None:
-        """Drops a step that the device has not reached yet, as to read its times would wait for it."""
+        """Hand over the times of the step. A step that the device has not reached yet is dropped, because reading its
+        times would wait for the device."""
         if self.passed():
             first = self.begun[0]
             starts, ends = ([1e-3 * first.elapsed_time(e) for e in events] for events in (self.begun, self.ended))

@@ -1,8 +1,9 @@
-"""A few numbers of each rank of a pipeline, gathered on the rank that wants them, while steps go on.
+"""Gathers a few numbers of each rank of a pipeline on one of the ranks, while steps go on.
 
-They go over the job's store, by a thread with a connection of its own: no process group, stream or message of the
-schedule is used. A rank hands its numbers over and goes on; nothing ever waits for another rank. A store that is slow
-delays numbers, one that is gone loses them, and a rank that lags behind, or has ended, has its steps left out.
+A thread of each rank sends the numbers over the job's store, by a connection of its own. It uses no process group,
+stream or message of the schedule. A rank hands its numbers to the thread and goes on, so no rank ever waits for another
+one. If the store is slow, numbers come late. If the store is gone, they are lost. Steps for which a rank has no
+numbers, because the rank lags behind or has ended, are left out.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _GATHERED: ObjectTable[RankNumbers] = ObjectTable()
 
 
 def rank_numbers(transport: Transport, reads: bool) -> RankNumbers:
-    """The numbers of the transport's pipeline. ``reads``: this rank reads the numbers of all ranks, not only gives its
-    own."""
+    """The numbers of the transport's pipeline. With ``reads`` this rank also reads the numbers of all ranks; otherwise
+    it only gives its own."""
     found = _GATHERED.get(transport)
     if found is None:
         found = _GATHERED[transport] = RankNumbers(transport.store, transport.name, transport.rank, transport.size)
@@ -84,14 +85,14 @@ class RankNumbers:
             self._lock.notify_all()
 
     def take(self) -> list[tuple[int, Rows]]:
-        """Steps whose numbers have come from every rank since the last call. Waits for none."""
+        """The steps whose numbers have come from every rank since the last call. Does not wait for others."""
         with self._lock:
             found = [*self._complete]
             self._complete.clear()
         return found
 
     def close(self) -> None:
-        """End the thread; one that is stuck in a call on the store stays until that ends, or the process does."""
+        """End the thread. A thread that is stuck in a call on the store ends when that call or the process ends."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -121,7 +122,7 @@ class RankNumbers:
             self._closed = True
 
     def _send(self, client: Any, key: str) -> bool:
-        """Whether there was something to send."""
+        """Send the numbers that wait. Returns whether there were any."""
         with self._lock:
             changed, self._changed = self._changed, False
             text = json.dumps(self._own)
@@ -130,7 +131,8 @@ class RankNumbers:
         return changed
 
     def _read(self, client: Any, keys: Sequence[str]) -> bool:
-        """Whether a step became complete. A ``get`` of a key that is missing would wait."""
+        """Read numbers of other ranks. Returns whether a step became complete. It gets the keys only if all of them
+        exist, because a ``get`` of a missing key would wait."""
         if not client.check([*keys]):
             return False
         found = [json.loads(client.get(key)) for key in keys]

@@ -136,7 +136,8 @@ class GraphOrders:
     def length(self, rows: Sequence[Row]) -> float | None:
         """The time of a step with these rows; None if it does not reach its end."""
         done: dict[tuple[str, Node, int], float] = {}
-        position, free = [0] * len(rows), [0.0] * len(rows)
+        position = [0] * len(rows)
+        free = [0.0] * len(rows)
         moved = True
         while moved:
             moved = False

@@ -16,8 +16,9 @@ _MOST = 10**6  # no rank or chunk of a real job is as large
 
 
 def spec_on(graph: Any, spec: PlanSpec) -> ModulesSpec:
-    """``spec`` on the graph that a file has. Raises FileFormatError for what is none and for a spec of other sizes or
-    with fields that plans of modules have not, PlanError as ``module_graphs``."""
+    """``spec`` with the graph of modules from a file. Raises FileFormatError if the value of the file is not a graph,
+    if the spec has other sizes than the graph, or if it has fields that plans of modules do not have. Raises PlanError
+    as ``module_graphs`` does."""
     made = modules_spec(_graph(graph), spec.num_microbatches, **{name: getattr(spec, name) for name in _FIELDS})
     for name in (field.name for field in fields(PlanSpec)):
         if getattr(made, name) != getattr(spec, name):

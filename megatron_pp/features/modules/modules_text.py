@@ -2,8 +2,7 @@
 
 ``NAME=RANKS`` is a module: replicas apart by ``/``, their stages by ``,``, a stage's tensor-parallel ranks by ``+``.
 ``NAME#1=RANKS`` is in model chunk 1 of its ranks; a stage of ``NAME*2/4=RANKS`` takes 2 for a forward and 4 for a
-backward.
-``A>B`` is a bridge: the output of A goes to B.
+backward. ``A>B`` is a bridge: the output of A goes to B.
 """
 
 import re

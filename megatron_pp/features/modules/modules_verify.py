@@ -75,7 +75,8 @@ class _ModulesWalk:
         for at, chunk in self._transfers():
             self.known[at.op, at.tensor] = at, chunk
             self.wanted[KIND_OF[at.op], at.tensor] |= RULES[at.op].adds
-        self.chunks, self.count = len(plan.placement.graph.chunks[rank]), plan.spec.num_microbatches  # type: ignore[attr-defined]
+        self.chunks = len(plan.placement.graph.chunks[rank])  # type: ignore[attr-defined]
+        self.count = plan.spec.num_microbatches
         self.ran = dict.fromkeys(product(range(self.chunks), range(self.count)), 0)
         self.facts: defaultdict[tuple[str, str, int], int] = defaultdict(int)  # kind, edge, microbatch
         self.next = [0] * self.chunks  # forwards

@@ -80,8 +80,9 @@ def _copy_all(copies: list[Copy]) -> None:
 
 
 class _StreamCopies(HostCopies):
-    """The compute stream waits for a copy before memory that it reads is freed, and memory that it writes is allocated
-    on the compute stream before it begins: so the allocator's order is kept without ``record_stream``."""
+    """Copies on CUDA streams. The compute stream waits for a copy to the host before the memory that the copy reads is
+    freed. The memory that a copy back writes is allocated on the compute stream before the copy begins. So the
+    allocator's order is kept without ``record_stream``."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

@@ -19,7 +19,7 @@ class _CopyEngines:
         self._free_at: dict[str, float] = {}  # by op
 
     def post(self, at: Instruction, now: float, time: float) -> Event:
-        """The copy that ``at`` posts: it begins once those posted before it in its direction are over."""
+        """Post the copy of ``at``. It begins when all copies that were posted before it in its direction are over."""
         start = max(now, self._free_at.get(at.op, now))
         copy = Event(at, start, start + time)
         self._free_at[at.op] = copy.end
@@ -27,13 +27,13 @@ class _CopyEngines:
         return copy
 
     def end_of(self, at: Instruction) -> float:
-        """When the copy is over that ``at`` waits for."""
+        """The time at which the copy that ``at`` waits for is over."""
         return self._posted.pop((ins.COPY_OF[at.op], at.stage, at.mb, at.part)).end
 
 
 class _Copies(Charges):
-    """A copy of what a forward keeps, one way between device and host, takes the stage's ``offload``. With one hardware
-    queue a rank that posts it waits until it begins.
+    """The copies of offloaded activations. A copy in one direction takes the stage's cost ``offload``. With one
+    hardware queue the rank that posts a copy waits until the copy begins.
     """
 
     def prepare(self) -> None:

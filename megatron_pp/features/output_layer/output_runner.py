@@ -252,8 +252,8 @@ class OutputLayerSteps(ModelSteps):
 
 
 def _refuse(wrong: Tensor, why: str, of_token: Callable[[int], str]) -> None:
-    """Raises ScheduleInputError where any of ``wrong`` holds, with the first. The host does not wait for a CUDA device:
-    that stops, as in ``cross_entropy``."""
+    """Raises ScheduleInputError for the first token for which ``wrong`` is true. The host does not wait for a CUDA
+    device: instead the device stops with an assertion, as in ``cross_entropy``."""
     if wrong.is_cuda:
         torch._assert_async(~wrong.any(), why)
     elif wrong.any():

@@ -1,4 +1,4 @@
-"""When what a pair makes is sent, and what a pair takes in the simulator."""
+"""How long a pair takes in the simulator, and when its output and its input gradient are sent."""
 
 from collections.abc import Iterator
 from operator import itemgetter
@@ -13,8 +13,8 @@ from megatron_pp.plan.verify.queues import Entry
 
 
 class _Costs(CostHooks[StageCosts]):
-    """``pair_sends``: shares of a pair's time after which its output and its input gradient are there, where they are
-    sent within it; (1, 1): at its end.
+    """``pair_sends``: the shares of a pair's time after which its output and its input gradient are ready, if they are
+    sent within the pair. With (1, 1) both are ready at its end.
     """
 
     def check(self, costs: StageCosts) -> None:
@@ -29,7 +29,8 @@ COSTS = _Costs()
 
 
 class _Pairs(Charges):
-    """A pair with sends in it takes what both halves take, and each send has its share of that time."""
+    """A pair takes the time of both halves together. A send within the pair goes out after its share of that time
+    (``pair_sends``)."""
 
     def joined(self, rank: SimulatedRank, at: Instruction) -> Iterator[Entry | float]:
         run = self.run

@@ -161,7 +161,8 @@ def sequence_slice() -> SequenceSlice | None:
 
 @contextmanager
 def _computing(part: SequenceSlice) -> Iterator[None]:
-    """This thread's rank computes ``part``; within, the other half of a pair may compute another."""
+    """A context in which this thread's rank computes ``part``. Within it the other half of a pair may compute another
+    slice."""
     thread = threading.get_ident()
     before = getattr(_CURRENT, "part", None)
     _CURRENT.part = _RUNNING[thread] = part
@@ -193,7 +194,7 @@ class SliceRunner:
         self.length = sum(self.lengths)
 
     def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
-        """Forwards and backwards run as those of their slice."""
+        """Make forwards and backwards run with the slice that their instruction names."""
         for op in (FORWARD, *BACKWARD_OPS):
             handlers[op] = partial(self.run, handlers[op])
 

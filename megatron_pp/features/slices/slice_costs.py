@@ -1,4 +1,4 @@
-"""Costs of the slices of a sequence under causal attention, and the cuts with which all cost the same.
+"""Costs of the slices of a sequence under causal attention, and the cuts with which all slices cost the same.
 
 A token's linear layers cost the same everywhere; its attention reads all tokens before it. With ``attention``
 the share that attention has in the time of a whole sequence, its first part, a fraction x of the tokens, costs
@@ -24,7 +24,9 @@ def slice_lengths(seq_length: int, slices: int, attention: float = 0.0, multiple
         raise PlanError(f"{seq_length} tokens cannot be cut into {slices} slices; their number must be {needed}")
     cuts = [0]
     for k in range(1, slices):
-        linear, share = 1 - attention, k / slices  # the x with linear x + attention x^2 = share
+        linear = 1 - attention
+        share = k / slices
+        # The cut is at the x for which linear x + attention x^2 = share.
         wanted = round(units * (2 * share / (linear + math.sqrt(linear**2 + 4 * attention * share))))
         cuts.append(min(max(wanted, cuts[-1] + 1), units - slices + k))
     return tuple(multiple * (end - start) for start, end in pairwise([*cuts, units]))
@@ -46,6 +48,6 @@ def slice_shares(lengths: Sequence[int], attention: float = 0.0) -> tuple[float,
 
 
 def check_share(attention: float) -> None:
-    """Raises PlanError for what is no share."""
+    """Raises PlanError if ``attention`` is not a share."""
     if not 0 <= attention <= 1:
         raise PlanError(f"the share of attention is {attention}; it must lie between 0 and 1")

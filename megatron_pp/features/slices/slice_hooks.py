@@ -82,7 +82,7 @@ class _Hooks(PlanHooks):
         return None if before is None else (at._replace(part=before), CAUSAL[RESULT_OF[at.op]])
 
     def bytes_of(self, plan: Plan, rank: int, shape: Any) -> FeatureBytes:
-        """Keys and values are kept for later slices, which a forward of one slice allocates for all."""
+        """The keys and values that are kept for later slices. The forward of the first slice allocates them for all."""
         if plan.spec.slices == 1:
             return FeatureBytes()
         nbytes = shape.layers_per_stage(plan.placement.num_stages) * shape.layer_key_value_bytes

@@ -1,4 +1,4 @@
-"""Shares of the times in a plan's costs that slices of a sequence take."""
+"""The time that each slice of a sequence takes, as a share of the times in a plan's costs."""
 
 from megatron_pp.features.slices.slice_costs import check_share, slice_shares
 from megatron_pp.plan.costs.cost_hooks import CostHooks

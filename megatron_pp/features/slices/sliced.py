@@ -1,10 +1,10 @@
 """Schedules of sequences in slices (Seq1F1B, arXiv 2406.03488).
 
-The orders of whole sequences with slices in place of microbatches, but for one thing: forwards of a microbatch run from
-its first slice to its last, backwards from the last to the first (``causal.py``). So a rank's first backward waits for
-the forwards of a whole microbatch, and its warm-up is n-1 forwards longer. With n slices of equal cost, which is what
-``slice_costs.py`` cuts for causal attention, the bubble of ``seq_1f1b`` is (P-1) / (n M + P-1), and rank r holds at
-most (n + P-1-r) / n microbatches, where 1F1B holds P-r.
+The orders are those of whole sequences with slices in place of microbatches. One thing differs: forwards of a
+microbatch run from its first slice to its last, and backwards from the last to the first (``causal.py``). So a rank's
+first backward waits for the forwards of a whole microbatch, and its warm-up is n-1 forwards longer. With n slices of
+equal cost, which is what ``slice_costs.py`` cuts for causal attention, the bubble of ``seq_1f1b`` is (P-1) / (n M +
+P-1), and rank r holds at most (n + P-1-r) / n microbatches, where 1F1B holds P-r.
 """
 
 from collections.abc import Callable

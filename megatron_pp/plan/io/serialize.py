@@ -2,10 +2,9 @@
 PyTorch's CSV (``torch_csv.py``). ``load_plan`` tells them apart by their content.
 
 The JSON is one object: ``format``, ``version`` (2), ``spec`` (the fields of PlanSpec, and of several modules their
-``graph``), ``placement``, ``remark``, and
-``programs``, a list per rank of objects with the keys ``op``, ``stage``, ``chunk`` and ``mb`` (null where they do not
-apply) and, where they apply, ``peer``, ``slice``, ``tensor`` and ``members``; also ``orders`` where the compute order
-is not that of the programs.
+``graph``), ``placement``, ``remark``, and ``programs``, a list per rank of objects with the keys ``op``, ``stage``,
+``chunk`` and ``mb`` (null where they do not apply) and, where they apply, ``peer``, ``slice``, ``tensor`` and
+``members``; also ``orders`` where the compute order is not that of the programs.
 
 Nothing in a file is executed. Words are matched against the instruction set, and numbers are checked before anything of
 their size is allocated.

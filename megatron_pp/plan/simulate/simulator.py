@@ -2,9 +2,8 @@
 
 Transfers and the rules of the device are those of ``device_ranks.py``, the network's times those of
 ``network_model.py``; a hand-off between chunks of one rank costs nothing. Features say what their instructions take
-(``charges.py``).
-Events are processed in the order of time, so the cost grows with the number of instructions times the logarithm of
-the number of ranks.
+(``charges.py``). Events are processed in the order of time, so the cost grows with the number of instructions times the
+logarithm of the number of ranks.
 """
 
 from collections.abc import Collection, Iterator

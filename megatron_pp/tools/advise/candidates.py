@@ -76,8 +76,7 @@ class Candidate:
 
     def forwards(self, pipeline_size: int, pilot: bool = False) -> int:
         """The number of forwards of a step on all stages and slices. With ``pilot``, of the longest order that is used
-        for
-        an estimate."""
+        for an estimate."""
         shape = self.shape(pipeline_size, PILOTS[-1] * pipeline_size if pilot else None)
         return pipeline_size * self.num_chunks * shape.num_microbatches * self.slices
 
@@ -215,8 +214,7 @@ def estimate(question: Question, candidate: Candidate, bounds: dict[Any, float] 
 
 def _order_time(question: Question, candidate: Candidate, cut: Fitted, transfer: float) -> float:
     """The time of a step, extrapolated from two pilots. A further microbatch takes the mean time of the microbatches
-    that
-    the longer pilot has in addition to the shorter one."""
+    that the longer pilot has in addition to the shorter one."""
     size = question.pipeline_size
     placement = candidate.placement(question.pipeline_size)
     shapes = [candidate.shape(size, pilot * size) for pilot in PILOTS]

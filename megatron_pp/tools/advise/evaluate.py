@@ -74,8 +74,7 @@ def evaluate(question: Question, candidate: Candidate, cut: Fitted | None = None
     """The candidate with its numbers. ``cut`` is the model on its stages, if known.
 
     A search plans without recomputation if that fits. It plans with the recomputation of its estimate if the lower
-    bound
-    under the memory limit is then lower.
+    bound under the memory limit is then lower.
     """
     model = candidate.model(question)
     try:

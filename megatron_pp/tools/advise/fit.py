@@ -56,8 +56,7 @@ def stages_of(units: Units, counts: Counts) -> list[tuple[Layer, ...]]:
 
 def is_buildable(stages: Sequence[Sequence[Layer]], placement: Placement) -> bool:
     """Whether Megatron builds such stages. MTP layers must be in the last chunk of a rank, not of the first rank; on a
-    V
-    they must be on the stage of the loss."""
+    V they must be on the stage of the loss."""
     if spreads_mtp(one for layers in stages for one in layers):
         return True
     allowed = {row[-1] for row in placement.stages[1:]} if placement.kind == LOOP else set()
@@ -67,8 +66,7 @@ def is_buildable(stages: Sequence[Sequence[Layer]], placement: Placement) -> boo
 
 def layout_text(stages: Sequence[Sequence[Layer]]) -> str:
     """Megatron's ``pipeline_model_parallel_layout``, such as ``Et*3|(t*4|)*6t*3L``. For a hybrid model, the layers of
-    its
-    ``--hybrid-layer-pattern``, such as ``M-M*|M-M-``.
+    its ``--hybrid-layer-pattern``, such as ``M-M*|M-M-``.
     """
     if any(is_hybrid(layers) for layers in stages):
         letters = {kind: letter for letter, kind in PATTERN.items()}
@@ -211,8 +209,7 @@ class _Cuts:
 
     def _of(self, rank: int, contents: tuple[tuple[int, ...], ...]) -> _OfRank:
         """Memory and time of ``rank`` if its stages have these units. Results are kept, because most moves change two
-        ranks
-        only."""
+        ranks only."""
         if (rank, contents) not in self._found:
             self._found[rank, contents] = self._worked_out(rank, [[self._known[k] for k in row] for row in contents])
         return self._found[rank, contents]
@@ -311,8 +308,7 @@ def _stage_costs(
 
 def _recomputable(layers: Sequence[Layer]) -> list[Layer]:
     """The layers that can be recomputed. Layers that free more memory for their time are first; equal layers are in
-    model
-    order."""
+    model order."""
     found = (one for one in layers if one.saved > 0)
     return sorted(found, key=lambda one: -rounded(one.saved / (one.forward or 1e-12)))
 

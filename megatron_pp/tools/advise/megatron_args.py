@@ -23,8 +23,7 @@ _NEEDED = ("num_layers", "hidden_size", "seq_length")
 
 def read_megatron_args(text: str) -> dict[str, Any]:
     """The arguments in ``text``, a command line, by Megatron's names (``num_layers``). Other words are skipped.
-    Switches
-    are True. Raises PlanError if there are none.
+    Switches are True. Raises PlanError if there are none.
     """
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
@@ -49,8 +48,7 @@ def no_arguments(text: str) -> PlanError:
 
 def arguments_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a file in the form that `transformer_of` needs: texts, and True for a switch. Switches that are off
-    are
-    left out."""
+    are left out."""
     found = {name: value for name, value in settings.items() if value is not None and value is not False}
     for name, value in found.items():
         if isinstance(value, (list, tuple)) and name not in _FREQUENCIES:
@@ -234,8 +232,7 @@ def each_layer(args: Mapping[str, Any], name: str, default: str, first: bool) ->
 
 def _listed(node: ast.expr, most: int) -> list[int]:
     """The list that an expression describes: a list of 0 and 1, a sum of lists, or a list times a number up to
-    ``most``.
-    Raises ValueError for another expression."""
+    ``most``. Raises ValueError for another expression."""
     if isinstance(node, ast.List):
         values = [each.value for each in node.elts if isinstance(each, ast.Constant)]
         if len(values) == len(node.elts) and {*values} <= {0, 1}:

@@ -140,9 +140,8 @@ class Model:
         """The units that stay on one stage, in model order.
 
         A unit is a layer. All MTP layers are one unit, because Megatron builds them on one stage, unless their losses
-        are
-        spread; with ``mtp_with_loss`` the unit also has the loss. In a fluid model, units are parts of equal stages.
-        Raises PlanError if parts cannot be regrouped, or if there are fewer units than stages.
+        are spread; with ``mtp_with_loss`` the unit also has the loss. In a fluid model, units are parts of equal
+        stages. Raises PlanError if parts cannot be regrouped, or if there are fewer units than stages.
         """
         if self.is_fluid:
             return tuple((part.share(STEPS),) * STEPS for part in _regrouped(self.layers, num_stages))

@@ -69,16 +69,14 @@ class Findings:
     @property
     def fitting(self) -> list[Outcome]:
         """The possible outcomes, the fastest first. Equally fast ones are sorted by memory, then by chunks. The order
-        does
-        not depend on which process ended first.
+        does not depend on which process ended first.
         """
         return sorted((one for one in self.outcomes if not one.refused), key=_preference)
 
     @property
     def best(self) -> Outcome | None:
         """The fastest outcome with Megatron's flags. Of equally fast outcomes, it is the one with the least memory,
-        then
-        the fewest chunks.
+        then the fewest chunks.
         """
         fitting = self.fitting
         least = min((one.flagged for one in fitting), default=0.0)
@@ -146,8 +144,7 @@ def search(question: Question, budget: float | None = None, jobs: int = 1, repor
 
 def _estimate(question: Question, queue: "_Queue", evaluator: "_Evaluator", say: Report) -> None:
     """Estimates the candidates for which there is time, those with few operations first. Plans that are too large to
-    build
-    are left out. Searches take long, so the first promising search begins immediately.
+    build are left out. Searches take long, so the first promising search begins immediately.
     """
     bounds: dict[Any, float] = {}
     found = queue.found
@@ -197,8 +194,7 @@ def _ended_in_time(queue: "_Queue") -> Iterator[None]:
 
 class _Queue:
     """Chooses the next candidate: first named plans in the order of their estimates, then searches one after another,
-    then
-    variants of the best plan. Without a budget the choice depends only on the estimates and earlier results.
+    then variants of the best plan. Without a budget the choice depends only on the estimates and earlier results.
     """
 
     def __init__(self, question: Question, budget: float | None) -> None:
@@ -299,10 +295,8 @@ class _Queue:
 
     def _with_less_memory(self) -> Candidate | None:
         """A search for less memory that is expected to be better than the best so far. Its expected step follows from
-        its
-        bound and from the distance of the search for all memory from its own bound. None with a budget, because there
-        may
-        be many such searches."""
+        its bound and from the distance of the search for all memory from its own bound. None with a budget, because
+        there may be many such searches."""
         if self.budget is not None or self.best == float("inf"):
             return None
         found = []
@@ -378,8 +372,7 @@ def _work(candidate: Candidate, size: int) -> int:
 
 class _Evaluator:
     """Evaluates ``jobs`` candidates at a time, each in a process of its own. The processes end with the budget. A
-    single
-    job runs in this process.
+    single job runs in this process.
     """
 
     def __init__(self, question: Question, queue: _Queue, jobs: int) -> None:

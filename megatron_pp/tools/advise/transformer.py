@@ -120,7 +120,8 @@ class _Costs:
         late = sum(part.late for part in parts)
         recomputed = shape.message_bytes / GB
         if shape.recompute == FULL:
-            backward, kept = backward + forward, shape.message_bytes
+            backward += forward
+            kept = shape.message_bytes
         dense, experts = (sum(getattr(part, name) for part in parts) for name in ("parameters", "experts"))
         static = dense * shape.bytes_per_parameter + experts * self._bytes_per_expert_parameter
         kind = PATTERN.get(letters.replace("w", "*"), DECODER)
@@ -157,10 +158,8 @@ class _Costs:
 
     def _tensor(self, nbytes: float, factor: float, products: float) -> float:
         """The exposed time of tensor-parallel collectives. In a backward, Megatron hides half of them behind products
-        with
-        sequence parallelism, and all of them otherwise. With user buffers, collectives are in as many pieces as there
-        are
-        ranks, and only the first piece is exposed.
+        with sequence parallelism, and all of them otherwise. With user buffers, collectives are in as many pieces as
+        there are ranks, and only the first piece is exposed.
         """
         shape = self.model.shape
         if factor > 1:
@@ -178,8 +177,7 @@ class _Costs:
 
     def _experts(self, nbytes: float, compute: float) -> float:
         """The exposed time to send tokens to the experts and back, over links and network at the same time. ``nbytes``
-        is
-        the size of one copy of this rank's tokens."""
+        is the size of one copy of this rank's tokens."""
         model = self.model
         ranks = self.model.expert_parallel
         near = min(ranks, max(1, self.rates.gpu.domain // model.expert_tensor))

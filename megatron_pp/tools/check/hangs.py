@@ -27,8 +27,7 @@ _SERVED = "install() runs every step: none of the settings needs Megatron's own 
 
 def section(job: Job) -> Section:
     """The result of `verify` for the plan that this engine runs under `install()`. If `install()` leaves the job's
-    steps
-    to Megatron's own schedule, the reason for that."""
+    steps to Megatron's own schedule, the reason for that."""
     if job.framework == TORCHTITAN:
         return _of_plan(job)
     try:
@@ -44,8 +43,8 @@ def section(job: Job) -> Section:
 
 def handed_back(job: Job) -> str | None:
     """The reason why `install()` leaves the training steps of a Megatron job to Megatron's own schedule; None if it
-    runs
-    them. `install()` decides by the same function. Raises ScheduleInputError for settings that no schedule runs."""
+    runs them. `install()` decides by the same function. Raises ScheduleInputError for settings that no schedule
+    runs."""
     return unserved_setting(SimpleNamespace(**job.args), bool(job.get("use_megatron_fsdp")))
 
 

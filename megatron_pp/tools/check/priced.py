@@ -72,7 +72,9 @@ class Priced:
 
 def priced(job: Job, gpu: Gpu, schedule: str = "", most: int | None = None) -> Priced:
     """The job on ``gpu``. Raises PlanError and LayoutError if sizes are missing or do not fit together."""
-    spec, placed = spec_of(job, schedule, most), stages_of(job)  # both may raise; a plan takes longer
+    # Both may raise, so they come before the plan, which takes longer.
+    spec = spec_of(job, schedule, most)
+    placed = stages_of(job)
     plan, verdict = verified_plan(spec)
     transformer = transformer_of_job(job)
     model = transformer.model(gpu)

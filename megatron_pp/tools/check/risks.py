@@ -34,8 +34,7 @@ _TERM = re.compile(r"(?P<setting>\w+) (?:(?P<compared>==|!=|<=|>=|<|>) (?P<value
 @dataclass(frozen=True)
 class Term:
     """A condition on a setting: ``compared`` is an operator and ``value`` its right side, or ``state`` is "true",
-    "false"
-    or "given"."""
+    "false" or "given"."""
 
     setting: str
     compared: str = ""
@@ -178,7 +177,8 @@ def rank_without_experts(job: Job) -> bool:
     if not job.get("num_experts"):
         return False
     try:
-        experts, stages = each_layer(job.args, "moe_layer_freq", "1", True), stages_of(job)
+        experts = each_layer(job.args, "moe_layer_freq", "1", True)
+        stages = stages_of(job)
     except (LayoutError, PlanError):
         return False
     routed = {number for number, has in enumerate(experts) if has}

@@ -107,8 +107,7 @@ def stages_of(job: Job) -> tuple[Stage, ...]:
 
 def _ends(job: Job) -> list[int | None]:
     """The given numbers of layers of the first and the last stage. Without a pipeline, Megatron accepts one of them if
-    it
-    is the number of all layers; both are then None."""
+    it is the number of all layers; both are then None."""
     ends = [job.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
     if pipeline_size(job) == 1 and sorted(map(str, ends)) == sorted([str(_count(job, "num_layers")), "None"]):
         return [None, None]

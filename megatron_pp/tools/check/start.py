@@ -18,7 +18,8 @@ def section(job: Job) -> Section:
     """The refusals that reading found, each with the right value that a rule knows, then the other findings of
     rules."""
     of_rules = [*_found_by_rules(job)]
-    findings, used = [], set()
+    findings: list[Finding] = []
+    used: set[str] = set()
     for read in (one for one in job.found if one.level != NOTE):
         same = next((one for one in of_rules if one.name not in used and _are_of_one_thing(read, one)), None)
         if same is None:

@@ -96,7 +96,8 @@ def section(job: Job, gpu: Gpu | None) -> Section:
 
 def timed(job: Job, gpu: Gpu, schedule: str = "") -> Timed:
     """The times of a step of the job. If it has many microbatches, they are extrapolated from two shorter steps."""
-    count, size = microbatches_of(job), pipeline_size(job)
+    count = microbatches_of(job)
+    size = pipeline_size(job)
     group = int(job.get("microbatch_group_size_per_vp_stage") or size)
     few, many = (pilot * max(size, group) for pilot in _pilots(size))
     if count <= many:

@@ -1,6 +1,5 @@
 """Prints lines, tables and the names of written files. rich is imported when a command runs, so ``--help`` and errors
-do
-not need it.
+do not need it.
 """
 
 from __future__ import annotations

@@ -241,7 +241,8 @@ class _Picture:
         for part in parts[1:]:
             if left + text_width(line + between + part, look.get("size", _TEXT), "bold" in look) > self.width - 10:
                 self._text(left, y, line + between.rstrip(), colour, **look)
-                line, y = part, y + 17
+                line = part
+                y += 17
             else:
                 line += between + part
         self._text(left, y, line, colour, **look)
@@ -294,7 +295,8 @@ class _Picture:
 
     def _blocks(self, timeline: Timeline, lane: Lane, top: float, labels: Labels) -> None:
         for piece in pieces(lane.compute, self.scale):
-            x, below = _LEFT + piece.left, top
+            x = _LEFT + piece.left
+            below = top
             for op, share in piece.shares:
                 self._box(x, below, 1, share * _ROW, OPERATIONS[op])
                 below += share * _ROW

@@ -42,9 +42,8 @@ class Colour(NamedTuple):
 WHITE = Colour(255, 255, 255)
 BLACK = Colour(0, 0, 0)
 # Each operation has a colour (blue, orange, yellow, green, violet, red), a name, and a style for terminals of 16
-# colours.
-# Two colours differ from the palette of Okabe and Ito. The yellow is greener, because deuteranopes see theirs close to
-# the orange. The bluish green is lighter, because tritanopes see theirs close to the blue.
+# colours. Two colours differ from the palette of Okabe and Ito. The yellow is greener, because deuteranopes see theirs
+# close to the orange. The bluish green is lighter, because tritanopes see theirs close to the blue.
 _PASSES = (
     (Colour(144, 0, 240), "output layer, logits", "black on magenta"),
     (Colour(192, 48, 48), "output layer, weight gradient", "black on cyan"),
@@ -108,15 +107,13 @@ def block_colour(op: str, chunk: int, num_chunks: int) -> Colour:
 
 def colour_style(op: str, colour: Colour, few_colours: bool) -> str:
     """The style of a block of ``op`` in the terminal. ``few_colours``: the terminal has 8 or 16 colours, and chunks
-    have
-    no shades."""
+    have no shades."""
     return _IN_16_COLOURS[op] if few_colours else f"{ink_on(colour).hex} on {colour.hex}"
 
 
 def block_name(at: Instruction, num_chunks: int) -> str:
     """The name of a block: ``F3`` is microbatch 3; with several chunks, ``F1.3`` is microbatch 3 of chunk 1; ``F3s2``
-    is
-    slice 2 of microbatch 3."""
+    is slice 2 of microbatch 3."""
     part = f"s{at.part}" if at.part >= 0 else ""
     return f"{at.op}{at.mb}{part}" if num_chunks == 1 else f"{at.op}{at.chunk}.{at.mb}{part}"
 

@@ -180,8 +180,7 @@ def _style(at: Instruction, num_chunks: int, few_colours: bool) -> str:
 
 def _transfer_rows(timeline: Timeline, scale: Scale) -> dict[int, str]:
     """The rows of transfers, by the rank that they are below. Rank r has the transfers between r and r + 1; the last
-    rank
-    has all others, such as those between the last rank and the first."""
+    rank has all others, such as those between the last rank and the first."""
     under: dict[int, list[tuple[Transfer, bool]]] = defaultdict(list)
     for t in timeline.transfers:
         if t.end > t.start:

@@ -129,7 +129,8 @@ class Timeline:
         """All transfers in numbers."""
         messages, size, shortest, longest = 0, 0.0, math.inf, 0.0
         for t in self.transfers:
-            messages, size = messages + 1, size + t.size
+            messages += 1
+            size += t.size
             shortest = min(shortest, t.end - t.start)
             longest = max(longest, t.end - t.start)
         return Traffic(messages, size, shortest, longest)
@@ -175,8 +176,7 @@ def simulated_timeline(
     simulation: Simulation, unit: str = "slots", shape: ModelShape | None = None, title: str | None = None
 ) -> Timeline:
     """The timeline of a simulated or recorded step. The memory of each rank is in bytes if ``shape`` is given,
-    otherwise
-    in microbatches."""
+    otherwise in microbatches."""
     plan = simulation.plan
     spec = simulation.plan.spec
     lanes = []
@@ -216,8 +216,7 @@ def short_title(spec: PlanSpec) -> str:
 
 def _steps(times: Sequence[float], values: Iterable[float], static: float) -> list[tuple[float, float]]:
     """The (time, value) steps at which the value changes. If several values have the same time, the highest and the
-    last
-    are kept."""
+    last are kept."""
     changes = chain([(0.0, 0.0)], zip(times, values, strict=True))
     steps: list[tuple[float, float]] = []
     for time, members in groupby(changes, key=itemgetter(0)):

@@ -35,8 +35,7 @@ def install(uneven_masks: bool) -> None:
 
 def batches(args: Any, rank: int, size: int, uneven_masks: bool) -> Iterator[dict[str, torch.Tensor]]:
     """The microbatches of data-parallel rank ``rank`` of ``size``. Microbatch n of this rank has the samples of
-    microbatch
-    n x size + rank of a single rank. After a checkpoint, they continue where the checkpoint was saved.
+    microbatch n x size + rank of a single rank. After a checkpoint, they continue where the checkpoint was saved.
     """
     number = rank + getattr(args, "consumed_train_samples", 0) // args.micro_batch_size
     while True:
@@ -51,8 +50,7 @@ def batches(args: Any, rank: int, size: int, uneven_masks: bool) -> Iterator[dic
 
 def sample(number: int, length: int, vocabulary: int, uneven_masks: bool) -> dict[str, torch.Tensor]:
     """A sample: int64 tokens, labels and positions, and a float32 mask, all of shape (length,). With uneven masks, a
-    run
-    of tokens is masked; its place and length depend on the sample's number."""
+    run of tokens is masked; its place and length depend on the sample's number."""
     generator = torch.Generator().manual_seed(1 + number)
     tokens = torch.randint(vocabulary, (length + 1,), generator=generator)
     mask = torch.ones(length, dtype=torch.float32)

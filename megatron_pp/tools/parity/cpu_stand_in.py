@@ -1,10 +1,8 @@
 """Makes Megatron-core run on a CPU with gloo: for `megatron-pp parity`, for tests, and for trials without a GPU.
 
 Megatron-core uses "cuda" and "nccl" in many places. `redirect()` replaces each use by the CPU's counterpart, so that
-the
-real `GPTModel`, `DistributedDataParallel` and distributed optimizer run unchanged. Training does not import this
-module,
-and a machine with GPUs does not need it. Call it once per process, before Megatron is imported:
+the real `GPTModel`, `DistributedDataParallel` and distributed optimizer run unchanged. Training does not import this
+module, and a machine with GPUs does not need it. Call it once per process, before Megatron is imported:
 
     from megatron_pp.tools.parity import cpu_stand_in
     cpu_stand_in.redirect()
@@ -313,8 +311,7 @@ def _complete_sharded_optimizer() -> None:
     """Makes Megatron's distributed optimizer restore checkpoints with torch's Adam.
 
     Megatron expects the Adam of Transformer Engine or Apex. The state of torch's Adam is empty before the first step,
-    and
-    has a step for each parameter; Megatron has one step. Parameters in float32 require gradients.
+    and has a step for each parameter; Megatron has one step. Parameters in float32 require gradients.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

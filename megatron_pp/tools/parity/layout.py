@@ -66,8 +66,7 @@ _SIZES = {"CP": CP, "TP": TP, "PP": PP, "EP": EP, "ETP": ETP}
 @dataclass(frozen=True)
 class Layout:
     """A run that is compared with one process: the script's flags, the number of processes, the masks of its data, and
-    one
-    of CHECKPOINTS if training uses a checkpoint."""
+    one of CHECKPOINTS if training uses a checkpoint."""
 
     flags: Flags
     world: int

@@ -64,8 +64,7 @@ class Runs:
 
     def layout(self, layout: Layout, engine: str, dtype: str) -> list[Record]:
         """The record of each rank, in "float32" or "float64". If the layout has a checkpoint, they are the records of
-        the
-        run that restores it. Raises RunError."""
+        the run that restores it. Raises RunError."""
         self.alone(layout, dtype)
         if not layout.checkpoint:
             return self._run(_RunOfProgram(layout, engine, dtype))
@@ -79,8 +78,7 @@ class Runs:
 
     def alone(self, layout: Layout, dtype: str) -> Record:
         """The record of one process that computes the same as ``layout``. With a checkpoint, this process continues
-        where
-        other runs end and begin again. If the optimizer's state is not restored, the record ends before its next
+        where other runs end and begin again. If the optimizer's state is not restored, the record ends before its next
         step."""
         record = self._run(_RunOfProgram(layout.alone(), None, dtype))[0]
         if not layout.checkpoint:
@@ -93,8 +91,7 @@ class Runs:
 
     def exact(self, layout: Layout) -> Record:
         """The record of one process in float64. If the script cannot compute in float64, the record is in float32, and
-        a
-        note says so."""
+        a note says so."""
         if not self.notes:
             try:
                 return self.alone(layout, "float64")
@@ -206,8 +203,7 @@ def _write_in_this_process() -> None:
 
 def prepare(program: Program) -> None:
     """Imports the modules that the script imports, so that forked ranks need not import them. Without a GPU, it uses
-    the
-    CPU stand-in. Raises RunError if the script cannot be parsed."""
+    the CPU stand-in. Raises RunError if the script cannot be parsed."""
     sys.path.insert(0, os.getcwd() if program.module else str(Path(program.script).resolve().parent))
     with _quiet_libraries():
         if program.gpu:
@@ -277,8 +273,7 @@ def _file_of(program: Program) -> str:
 
 def _imported_names(path: str) -> list[str]:
     """The modules that a script imports at its top level, and modules of Megatron that it imports anywhere: without a
-    GPU
-    only this process can import them. Raises RunError if the file is not Python."""
+    GPU only this process can import them. Raises RunError if the file is not Python."""
     if not path.endswith(".py") and not Path(path).is_file():
         return []
     try:

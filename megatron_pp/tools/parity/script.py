@@ -62,8 +62,7 @@ def examine(
     schedule: bool,
 ) -> Seen:
     """Runs ``script`` as rank 0 of ``world``, in a process of its own. It gets the flags ``flags(seen)`` when its
-    parser
-    reads them. With ``schedule``, Megatron's schedule also checks the number of microbatches.
+    parser reads them. With ``schedule``, Megatron's schedule also checks the number of microbatches.
 
     A script that dies, or does not reach its first forward within ``deadline`` seconds, may need the other ranks. It is
     then judged by its imports in this process.

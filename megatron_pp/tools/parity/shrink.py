@@ -1,6 +1,5 @@
 """Makes the model as small as its parallel layout allows. Sizes become smaller; properties that the parallel code
-depends
-on are kept."""
+depends on are kept."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def for_parity(
     """The layout with the data, steps and precision that a comparison needs, and the changes in words.
 
     With ``own_loop`` the script has its own parser and data; only the given flags are then used, as the parser may know
-    no
-    others. ``options`` are the options that Megatron's parser knows; empty means all.
+    no others. ``options`` are the options that Megatron's parser knows; empty means all.
     """
     flags = layout.flags.without(*_DROPPED, *PRECISION, *([] if gpu else NEEDS_GPU))
     if flags.text("--moe-token-dispatcher-type") == "flex":
@@ -111,8 +109,7 @@ def _defaults_of_layouts(layout: Layout) -> Flags:
 
 def _on_cpu(flags: Flags) -> Flags:
     """The flags for a run on the CPU. Recomputation of activation functions is removed, because it needs grouped
-    products.
-    Deferred gradients of embeddings keep fused accumulation."""
+    products. Deferred gradients of embeddings keep fused accumulation."""
     again = flags.text("--recompute-modules").split()
     if "moe_act" in again:
         flags = flags.set("--recompute-modules", " ".join(name for name in again if name != "moe_act"))

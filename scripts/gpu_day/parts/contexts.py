@@ -51,7 +51,8 @@ def _memory(listed: str) -> list[tuple[int, str, float]]:
 
 def _rank(rank: int, size: int, device: torch.device) -> dict[str, Any]:
     step = ranks.Step("interleaved_1f1b", 2, 2 * size, ranks.OVERLAP)
-    config, data = step.config(), step.data(device)
+    config = step.config()
+    data = step.data(device)
     communicator = P2PCommunicator(dist.group.WORLD, config)
     run_rank(rank, size, step.chunks, data, config, communicator, block=step.block(device))
     time.sleep(WATCHED_SECONDS)

@@ -24,7 +24,8 @@ SHAPED = (0.5, 1.1)  # share of the chosen rate that a message of some megabytes
 
 def pairs(bench: Bench) -> None:
     """Measure every pair of GPUs, one way and both ways at once."""
-    size, num_bytes = bench.machine.gpus, int(bench.sizes.megabytes * 2**20)
+    size = bench.machine.gpus
+    num_bytes = int(bench.sizes.megabytes * 2**20)
     found = bench.ranks(_exchange, num_bytes, size=size)
     topology = outside.nvidia_smi("topo", "-m")
     rows = []
@@ -108,10 +109,13 @@ def shaped(bench: Bench) -> None:
     try:
         with outside.links_of(2, RATE_MBIT) as places:
             found = bench.ranks(_in_namespace, places, num_bytes)
-        rate, what = RATE_MBIT / 8e3, f"a link shaped to {RATE_MBIT / 8e3:g} GB/s"
+        rate = RATE_MBIT / 8e3
+        what = f"a link shaped to {RATE_MBIT / 8e3:g} GB/s"
     except BenchmarkError as reason:
         bench.text(f"Links cannot be shaped here ({reason}), so the ranks use unshaped sockets of the loopback.")
-        found, rate, what = bench.ranks(_one_message, num_bytes), 0.0, "the loopback's sockets"
+        found = bench.ranks(_one_message, num_bytes)
+        rate = 0.0
+        what = "the loopback's sockets"
     wrong, seconds = (max(one[k] for one in found) for k in range(2))
     measured = num_bytes / seconds / 1e9
     bench.check(wrong == 0.0, "what two ranks on one GPU send arrives")

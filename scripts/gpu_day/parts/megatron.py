@@ -64,7 +64,8 @@ def run(bench: Bench, variant: str) -> None:
             theirs = _trained(bench, size, connections, [*arguments, "--engine", "megatron"])["losses"]
         losses = {"ours": one["losses"], "theirs": theirs}
         bench.numbers(**{connections: {**losses, "gradient difference": one.get("difference")}})
-        what, worst = f"CUDA_DEVICE_MAX_CONNECTIONS={connections}", _relative(one["losses"], theirs)
+        what = f"CUDA_DEVICE_MAX_CONNECTIONS={connections}"
+        worst = _relative(one["losses"], theirs)
         bench.check(worst <= tolerance, f"{what}: losses are Megatron's, to {tolerance:g} (difference {worst:.3g})")
         if not (apart or tolerance):
             equal = one["difference"] == 0.0

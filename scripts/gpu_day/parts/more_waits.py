@@ -29,7 +29,8 @@ _ROWS = (512, 640, 768)
 def run(bench: Bench) -> None:
     if not bench.machine.has_gpus:
         raise NotRun("there is no device to wait for without a GPU")
-    sizes, products = bench.sizes, GROUP * (6 if bench.sizes.repeats > 1 else 1)
+    sizes = bench.sizes
+    products = GROUP * (6 if bench.sizes.repeats > 1 else 1)
     (found,) = bench.ranks(_products, products, 4 * sizes.seq_length, 4 * sizes.hidden, size=1)
     waited, again = ([ms >= SHARE * SPIN_MS for ms in times] for times in zip(*found, strict=True))
     groups = [sum(waited[start : start + GROUP]) for start in range(0, products, GROUP)]
@@ -58,7 +59,8 @@ class Clock:
     """Times calls while a kernel runs on another stream of ``device``."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.side = device, torch.cuda.Stream()
+        self.device = device
+        self.side = torch.cuda.Stream()
         self.cycles = int(SPIN_MS * cycles_per_ms(device))
 
     def ms(self, call: Callable[[], Any]) -> float:
@@ -76,7 +78,8 @@ def _products(
     rank: int, size: int, device: torch.device, count: int, most_rows: int, hidden: int
 ) -> list[tuple[float, float]]:
     """The milliseconds of each product's call, and those of the same call again."""
-    clock, draw = Clock(device), random.Random(1)
+    clock = Clock(device)
+    draw = random.Random(1)
     weight = torch.ones(hidden, 4 * hidden, device=device, dtype=torch.bfloat16)
     found = []
     for _ in range(count):
@@ -89,7 +92,8 @@ def _products(
 def _retry(rank: int, size: int, device: torch.device) -> tuple[float, str, str]:
     """An allocation that returns cached blocks, one of them used by another stream. Its milliseconds, whether it waits,
     and its retries."""
-    clock, quarter = Clock(device), int(LIMIT_GIB * 2**28)
+    clock = Clock(device)
+    quarter = int(LIMIT_GIB * 2**28)
     outside.limit_memory(device, LIMIT_GIB)
     kept = [torch.empty(quarter, dtype=torch.uint8, device=device) for _ in range(3)]
     kept[0].record_stream(clock.side)

@@ -88,7 +88,8 @@ def _control(bench: Bench) -> tuple[str, float]:
 def _two_launches(rank: int, size: int, device: torch.device, fields: dict[str, Any], folder: str) -> dict[str, Any]:
     """The outcome of this rank, and its seconds. Errors that it logs also go to a file of ``folder``."""
     chosen = (frozenset({2}), _NONE) if rank == 0 else (_NONE, frozenset({1}))
-    began, step = time.monotonic(), ranks.Step("1f1b", 1, MICROBATCHES, fields)
+    began = time.monotonic()
+    step = ranks.Step("1f1b", 1, MICROBATCHES, fields)
     with _errors_logged_to(Path(folder) / str(rank)):
         try:
             said, began = _after_warm_up(rank, size, device, step, chosen)
@@ -100,7 +101,8 @@ def _two_launches(rank: int, size: int, device: torch.device, fields: dict[str, 
 
 @contextmanager
 def _errors_logged_to(path: Path) -> Iterator[None]:
-    handler, logger = logging.FileHandler(path), logging.getLogger("megatron_pp")
+    handler = logging.FileHandler(path)
+    logger = logging.getLogger("megatron_pp")
     handler.setLevel(logging.ERROR)
     logger.addHandler(handler)
     try:
@@ -121,7 +123,9 @@ def _after_warm_up(
 ) -> tuple[str, float]:
     """Run a step in which this rank launches new kernels in the forwards and backwards ``chosen``. Returns how its
     gradients differ, and when it began. An exception has that time in ``began``."""
-    config, data, launches = step.config(), step.data(device), Launches(device)
+    config = step.config()
+    data = step.data(device)
+    launches = Launches(device)
     assert dist.group.WORLD is not None
     transport = group_transport(dist.group.WORLD)
     communicator = P2PCommunicator(dist.group.WORLD, config, transport)

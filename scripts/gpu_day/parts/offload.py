@@ -34,7 +34,9 @@ def _rank(rank: int, size: int, device: torch.device, seq_length: int, hidden: i
     transport = group_transport(dist.group.WORLD)
     for name in (KEPT, OFFLOADED):
         step = ranks.Step(name, 2, MICROBATCHES, ranks.OVERLAP, seq_length, hidden)
-        config, data, block = step.config(), step.data(device), step.block(device)
+        config = step.config()
+        data = step.data(device)
+        block = step.block(device)
         communicator = P2PCommunicator(dist.group.WORLD, config, transport)
         one_step = partial(run_rank, rank, size, step.chunks, data, config, communicator, block=block)
         mine = one_step()  # also makes channels and pinned memory

@@ -54,7 +54,8 @@ def _answers(rank: int, size: int, device: torch.device) -> str:
 
 
 def run(bench: Bench, environment: dict[str, str] | None = None) -> None:
-    sizes, megabytes = bench.sizes, bench.sizes.megabytes / 4
+    sizes = bench.sizes
+    megabytes = bench.sizes.megabytes / 4
     forward_ms = (0.5 if bench.shares else 1.0) * sizes.forward_ms  # two ranks that share a GPU take turns
     limit = SHARED_COST if bench.shares or not bench.machine.has_gpus else COST
     for _ in range(1 if bench.machine.has_gpus else TRIES_ON_CPU):
@@ -102,7 +103,8 @@ def _simulated(setting: Setting, transfer: float) -> dict[str, float]:
     """The simulated milliseconds of each variant's step, if each rank has its own GPU. The variant that frees at once
     copies within its compute and never waits, so it takes as long as ours."""
     plan = build_plan(setting.work.spec())
-    costs, network = setting.sweep.costs(setting.work), network_of(setting.work, transfer)
+    costs = setting.sweep.costs(setting.work)
+    network = network_of(setting.work, transfer)
     ours, at_once = (1e3 * simulate(one, costs, network).makespan for one in (plan, wait_at_once(plan)))
     return {FREE_AT_ONCE: ours, WAIT_AT_ONCE: at_once, OURS: ours}
 

@@ -121,7 +121,8 @@ def _rank(rank: int, size: int, device: torch.device, seq_length: int, hidden: i
     experts = size // RANKS
     stages = [dist.new_group([stage * experts + k for k in range(experts)]) for stage in range(RANKS)]
     pipelines = [dist.new_group([stage * experts + k for stage in range(RANKS)]) for k in range(experts)]
-    stage, group = rank // experts, stages[rank // experts]
+    stage = rank // experts
+    group = stages[rank // experts]
     grads, shares = [], {}
     for name, function in RUNS.items():
         pairs = TimedPairs(function)

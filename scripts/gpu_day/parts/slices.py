@@ -29,7 +29,8 @@ class CausalBlock(ToyBlock):
     values."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        part, seen = sequence_slice(), x
+        part = sequence_slice()
+        seen = x
         if part is not None:
             (seen,) = part.extend(self, x, dim=0)
         count = torch.arange(1, len(seen) + 1, device=x.device).view(-1, 1, 1)
@@ -69,7 +70,8 @@ def _rank(rank: int, size: int, device: torch.device) -> dict[str, float]:
     transport = group_transport(dist.group.WORLD)
     for name, chunks in SCHEDULES.items():
         step = ranks.Step(name, chunks, MICROBATCHES, {**ranks.OVERLAP, "sequence_slices": SLICES})
-        config, data = step.config(), step.data(device)
+        config = step.config()
+        data = step.data(device)
         communicator = P2PCommunicator(dist.group.WORLD, config, transport)
 
         recomputed = partial(_block, RecomputedBlock, step.hidden, device)

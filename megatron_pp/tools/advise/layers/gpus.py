@@ -74,8 +74,7 @@ def gpu_named(name: str) -> Gpu:
 @dataclass(frozen=True)
 class Rates:
     """The times that operations take on ``gpu``, in milliseconds, if matrix products reach the share ``efficiency`` of
-    its
-    peak."""
+    its peak."""
 
     gpu: Gpu
     efficiency: float

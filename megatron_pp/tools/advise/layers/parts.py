@@ -58,8 +58,7 @@ def _products(model: LayerSizes, rows: float, inner: float, outer: float, *modul
 
 def _around(model: LayerSizes) -> list[Part]:
     """Normalisation, residual sum and dropout around attention or a feed-forward part, and its collectives. These are
-    not
-    tensor-parallel (10 s b h for two in arXiv 2205.05198, 4.2).
+    not tensor-parallel (10 s b h for two in arXiv 2205.05198, 4.2).
     """
     shape = model.shape
     width = model.message_tokens * shape.hidden_size * shape.element_bytes
@@ -105,8 +104,7 @@ def _core(model: LayerSizes, query: float, value: float, pairs: float, reached: 
 
 def _keys(model: LayerSizes, reached: int | None = None) -> float:
     """The mean number of keys that a query reads. Causal attention reads half of the sequence; with ``reached``, only
-    the
-    last ``reached`` keys."""
+    the last ``reached`` keys."""
     length = model.shape.seq_length
     whole = length / 2 if model.causal else length
     return whole if reached is None or reached >= length else reached - reached**2 / (2 * length)
@@ -143,8 +141,8 @@ def latent_attention(model: LayerSizes, reached: int | None = None) -> list[Part
 
 def sparse_attention(model: LayerSizes) -> list[Part]:
     """Latent attention to the keys that an indexer chooses (DeepSeek-V3.2-Exp, section 2.1). The kernel reads only
-    these
-    keys. The indexer is not split over tensor-parallel ranks. It is trained by its own loss, which is not counted.
+    these keys. The indexer is not split over tensor-parallel ranks. It is trained by its own loss, which is not
+    counted.
     """
     shape, indexer = model.shape, model.indexer
     assert model.latent is not None
@@ -174,8 +172,7 @@ def dense(model: LayerSizes) -> list[Part]:
 
 def moe(model: LayerSizes) -> list[Part]:
     """Routed experts with equal load, and the shared expert. Each rank sends its own tokens, which are split by
-    sequence
-    parallelism. Ranks that split experts (expert tensor parallelism) gather their tokens.
+    sequence parallelism. Ranks that split experts (expert tensor parallelism) gather their tokens.
     """
     shape = model.shape
     h = model.moe_latent or model.shape.hidden_size

@@ -55,8 +55,7 @@ class Refusal:
 @dataclass
 class Refusals:
     """All refusals of a run. ``failed`` has other errors before the first refusal; ``consequences`` has errors after
-    it,
-    which the refusal may have caused."""
+    it, which the refusal may have caused."""
 
     found: list[Refusal] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)

@@ -20,8 +20,7 @@ def read_flags(words: Sequence[str], gpus: int, why: str, release: str = "", own
     """The job of a script and its flags, read by the table of Megatron's flags.
 
     ``why`` says why Megatron's own parser did not read them. ``own`` is the script's source: flags that it names are
-    not
-    reported as unknown.
+    not reported as unknown.
     """
     read = read_words(words[1:])
     read.unknown = [name for name in read.unknown if f'"{name}"' not in own and f"'{name}'" not in own]

@@ -206,7 +206,8 @@ def _changes(answer: Mapping[str, Any]) -> list[Finding]:
     """A note for each given setting that Megatron's checks have changed, with the lines that Megatron prints about it.
     Then a note for each other line that Megatron prints."""
     said = [line for line in answer["said"] if _CHANGE_OR_ADVICE.search(line) and not _ROUTINE.search(line)]
-    found, explained = [], set()
+    found: list[Finding] = []
+    explained: set[str] = set()
     for name, value in answer["given"].items():
         if not answer["args"] or name not in answer["args"]:
             continue

@@ -61,8 +61,7 @@ def main() -> None:
 
 def read_request(request: dict[str, Any], imported: tuple[Any, Any, list[str]] | None = None) -> dict[str, Any]:
     """The answer that `megatron_flags` makes a job of. ``imported`` is the result of `import_arguments`, if this
-    process
-    has called it already."""
+    process has called it already."""
     script = Path(request["script"])
     sys.path[0] = os.getcwd() if request["module"] else str(script.resolve().parent)
     os.environ.update(request.get("environment", {}))
@@ -281,8 +280,7 @@ def without_flag(words: list[str], name: str) -> list[str]:
 
 def provider_of(script: Path, arguments: Any) -> tuple[Any, dict[str, Any]]:
     """The function by which the script adds flags to Megatron's parser (or None), and the defaults that it gives, as
-    far
-    as its source shows them."""
+    far as its source shows them."""
     try:
         tree = ast.parse(script.read_bytes())
     except (OSError, SyntaxError, ValueError):

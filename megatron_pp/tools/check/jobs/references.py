@@ -14,8 +14,7 @@ _CONSTANTS = {"null": None, "none": None, "": None, "true": True, "false": False
 
 def resolved(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The values after ``${a.b}`` and ``${oc.select:a.b,default}`` are replaced, and the keys whose value is another
-    kind
-    of reference. These keys are left out of the values."""
+    kind of reference. These keys are left out of the values."""
     found: dict[str, Any] = {}
     left: list[str] = []
     for key, value in values.items():

@@ -143,7 +143,8 @@ def _without_comments(text: str) -> str:
     found: list[str] = []
     quote = ""
     for line in text.split("\n"):
-        end, at = len(line), 0
+        end = len(line)
+        at = 0
         while at < len(line):
             one = line[at]
             if one == "\\" and quote != "'":
@@ -163,7 +164,8 @@ def _without_substitutions(text: str) -> str:
     """The text with each ``$(...)``, also with quotes in it, replaced by an unknown variable."""
     found, at = "", 0
     while (begin := text.find("$(", at)) >= 0:
-        end, depth = begin + 2, 1
+        end = begin + 2
+        depth = 1
         while end < len(text) and depth:
             depth += (text[end] == "(") - (text[end] == ")")
             end += 1

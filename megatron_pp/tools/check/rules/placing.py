@@ -41,8 +41,7 @@ def _layers(job: Job) -> Iterator[tuple[str, str]]:
 
 def _with_other_ends(job: Job) -> str:
     """A change of the sizes of the first and last stage. Without a pipeline they are left out. On two ranks, if both
-    are
-    given, they must add up to all layers. Otherwise there is no change to suggest: other ranks share the rest."""
+    are given, they must add up to all layers. Otherwise there is no change to suggest: other ranks share the rest."""
     given = [name for name in _ENDS if job.get(name)]
     if pipeline_size(job) == 1:
         return f"leave {' and '.join(map(job.spell, given))} out"

@@ -42,8 +42,7 @@ class FileCosts:
 
     def with_static(self, static: Sequence[float], ranks: int) -> Model:
         """The model with GB of parameters, gradients and optimizer states: one number for a rank, or one for each
-        stage.
-        Raises PlanError if the file has these GB, or another number of stages.
+        stage. Raises PlanError if the file has these GB, or another number of stages.
         """
         layers = self.model.layers
         if not self.model.is_fluid or any(one.static for one in layers):

@@ -243,8 +243,7 @@ def _gpu(args: argparse.Namespace) -> Gpu | None:
 
 def _bandwidth(args: argparse.Namespace, gpu: Gpu | None) -> float:
     """The bandwidth of a link between stages, in GB per millisecond. If no option is about links, the GPU's share of
-    the
-    network."""
+    the network."""
     if args.bandwidth is not None:
         return float(args.bandwidth) / 1e3
     silent = args.p2p_ms is None and not args.link and not args.gloo
@@ -301,8 +300,7 @@ class _Models:
 
     def of(self, size: int, first: int) -> Model:
         """The model with ``size`` sequences in a microbatch; the given costs are for ``first`` sequences. Raises
-        UsageError
-        and PlanError."""
+        UsageError and PlanError."""
         if self.gpu is not None:
             model = self._transformer(size).model(self.gpu, self.args.gpu_efficiency)
         else:

@@ -289,8 +289,7 @@ def is_on_gloo(traced: Findings | None) -> bool:
 
 def timed_rules(args: argparse.Namespace, plan: Plan, network: Network) -> tuple[str, ...]:
     """The device rules under which ``plan`` is simulated: the given ones, none on gloo, otherwise those that the plan
-    was
-    made for.
+    was made for.
     """
     if args.device is not None:
         return checked_device(args.device)

@@ -62,8 +62,7 @@ def _is_long(choices: Iterable[Any]) -> bool:
 
 def _paragraphs(text: str) -> list[str]:
     """The paragraphs of a text, each as one line. An indented line is a paragraph; if it ends with a backslash, the
-    next
-    line belongs to it."""
+    next line belongs to it."""
     found: list[str] = []
     ended = True
     for line in text.rstrip("\n").split("\n"):

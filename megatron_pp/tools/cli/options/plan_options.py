@@ -138,8 +138,7 @@ def device_rules(text: str) -> tuple[str, ...]:
 
 def rules_of(args: argparse.Namespace, on_gloo: bool = False) -> tuple[str, ...]:
     """The device rules that a plan is made for: the given ones, otherwise those of NCCL. With --gloo, or ``on_gloo``
-    (the
-    options name the trace of a run on gloo), there are none.
+    (the options name the trace of a run on gloo), there are none.
     """
     if args.device is not None:
         return checked_device(args.device)
@@ -245,8 +244,7 @@ def _family(name: str) -> Family:
 
 def listed_specs(args: argparse.Namespace, names: Sequence[str], on_gloo: bool = False) -> Iterator[PlanSpec]:
     """All combinations of schedule, chunks and microbatches that the options list. A family with a fixed V has only
-    that
-    V. A schedule file determines P and M of all. Raises UsageError for an option that applies to none of them.
+    that V. A schedule file determines P and M of all. Raises UsageError for an option that applies to none of them.
     """
     families = [_family(name) for name in names]
     _check_sizes(args, families)

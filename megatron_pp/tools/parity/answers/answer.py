@@ -123,8 +123,7 @@ class Answer:
 
     def parameters(self) -> dict[str, dict[str, Any]]:
         """Parameter -> its fault in the first step with a wrong parameter. The fault is in the gradient; if all
-        gradients
-        are right, in the value after the step. Later values are wrong because of these."""
+        gradients are right, in the value after the step. Later values are wrong because of these."""
         start = self.comparison.first
         if start is not None and start.key.kind == NORM:  # the norm has the squares of some parameters wrongly
             ranks = [one.rank for one in self.comparison.wrong() if one.key == start.key]

@@ -1,11 +1,9 @@
 """Compares the records of a layout with those of one process: they are equal, equal within rounding, or different.
-Finds
-the first difference.
+Finds the first difference.
 
 In float32, the layout may differ from one process in float64 by `FACTOR` times the difference of one process in
-float32,
-because the layout rounds in another order. In float64, a difference of more than `FACTOR` x `FLOAT64` times the largest
-value is a fault: rounding is about 1e-15.
+float32, because the layout rounds in another order. In float64, a difference of more than `FACTOR` x `FLOAT64` times
+the largest value is a fault: rounding is about 1e-15.
 """
 
 from __future__ import annotations
@@ -128,10 +126,8 @@ def compare_records(records: list[Record], alone: Record, exact: Record, unit: f
 
 def _may_be_missing(key: Key, last: int, records: list[Record]) -> bool:
     """Whether it is no fault that no rank has the value. Hooks do not see gradients of recomputed outputs, parameters
-    may
-    not be gathered yet, reports are recorded only if each microbatch is whole on one rank, and optimizers keep
-    different
-    states."""
+    may not be gathered yet, reports are recorded only if each microbatch is whole on one rank, and optimizers keep
+    different states."""
     place = records[0].place
     assert place is not None
     if key.kind == REPORT:
@@ -159,8 +155,7 @@ def _stage(record: Record, name: str) -> int | None:
 
 def _noise(alone: Record, exact: Record, unit: float) -> dict[tuple[int, str, str], float]:
     """(step, kind, name) -> the largest error that rounding can cause, over all microbatches. A tensor that is zero
-    except
-    for rounding, such as the gradient of a key's bias, is measured by the largest value of its kind."""
+    except for rounding, such as the gradient of a key's bias, is measured by the largest value of its kind."""
     noise: dict[tuple[int, str, str], float] = {}
     largest: dict[str, float] = {}
     for key, value in exact.values.items():

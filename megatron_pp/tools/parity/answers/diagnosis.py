@@ -47,8 +47,7 @@ class _FaultSearch:
 
     def drop_parts(self) -> None:
         """Delta debugging: removes groups of half the parts, of a quarter, and so on, until no single part can be
-        removed
-        without losing the difference."""
+        removed without losing the difference."""
         groups = 2
         while True:
             parts = self.layout.parts()

@@ -16,8 +16,7 @@ def concerned(key: Key, reported: float, records: list[Record], exact: Record) -
     """The parameters whose squares explain the difference of ``reported`` from the norm ``key`` of one process.
 
     They are the same parameters in all layers, with all their elements, or with the elements of all tensor-parallel
-    ranks
-    but the first. The list is empty if no parameters explain the difference.
+    ranks but the first. The list is empty if no parameters explain the difference.
     """
     off = abs(reported**2 - float(exact.values[key].data) ** 2)
     whole, behind = _squares(key.step, records, exact)

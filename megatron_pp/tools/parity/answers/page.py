@@ -30,8 +30,7 @@ def text_of(answer: Answer) -> str:
 
 def picture_of(answer: Answer) -> str:
     """The map as SVG. A cell is green if the error of its layer on its rank is within rounding; otherwise it is redder
-    for
-    larger errors."""
+    for larger errors."""
     worst = _worst(_causes(answer.comparison))
     layers = list(dict.fromkeys(layer for layer, _ in worst))
     ranks = range(max((rank for _, rank in worst), default=-1) + 1)

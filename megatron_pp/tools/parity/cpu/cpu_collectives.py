@@ -60,8 +60,7 @@ def _gathered_one_by_one(
     original: Any, tensor_list: Any, tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
     """An all-gather of unequal tensors, by broadcasts: gloo gathers only equal sizes. Megatron's calls with unequal
-    tensors
-    are synchronous."""
+    tensors are synchronous."""
     if async_op or len({each.shape for each in tensor_list}) == 1:
         return original(tensor_list, tensor, group=group, async_op=async_op)
     tensor_list[dist.get_rank(group)].copy_(tensor)

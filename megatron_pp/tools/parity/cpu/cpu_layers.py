@@ -50,8 +50,7 @@ def _name_berts_layers() -> None:
 
 def positions_of(length: int, rank: int, size: int) -> torch.Tensor:
     """The positions of a context-parallel rank, int64 of shape (length / size,): the pieces rank and 2 x size - 1 -
-    rank,
-    as in Megatron."""
+    rank, as in Megatron."""
     if size == 1:
         return torch.arange(length)
     pieces = torch.arange(length).chunk(2 * size)

@@ -192,9 +192,10 @@ def split_convolved_scan(
     **options: Any,
 ) -> torch.Tensor:
     """mamba_ssm's `mamba_split_conv1d_scan_combined`, calculated position by position, with z as the gate. ``zxbcdt``
-    has
-    the shape (batch, sequence, sizes of z, x, B, C and dt together). Returns (batch, sequence, heads x head size)."""
-    heads, size = len(A), headdim or D.shape[-1]
+    has the shape (batch, sequence, sizes of z, x, B, C and dt together). Returns (batch, sequence, heads x head
+    size)."""
+    heads = len(A)
+    size = headdim or D.shape[-1]
     inner = heads * size
     channels = len(conv1d_weight)
     z, convolved, step = zxbcdt.split([inner, channels, heads], dim=-1)

@@ -45,8 +45,7 @@ def complete_latent_attention() -> None:
 @functools.cache
 def duplicated_linear() -> Any:
     """The class that replaces `TELinear` with `parallel_mode="duplicated"`. It is Megatron's plain layer in a group of
-    one
-    rank, so that its weight gradient can be split like that of other layers."""
+    one rank, so that its weight gradient can be split like that of other layers."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -87,8 +86,7 @@ def _built_as_with_transformer_engine(
 
 def _hand_over(attention: Any, name: str, projection: Any) -> None:
     """Makes the norm a submodule of the projection, so that its parameters have the projection's name. The attention
-    still
-    calls it."""
+    still calls it."""
     norm = attention._modules.get(name)
     if projection is not None and norm is not None and any(True for _ in norm.parameters()):
         projection.layer_norm = attention._modules.pop(name)

@@ -94,8 +94,8 @@ def indices_of(
     sizes: Sequence[int] | None = None,
 ) -> Indices:
     """The part of the whole parameter that this rank has, from both shapes. ``sizes`` are the sizes of parts of its
-    first
-    dimension on this rank; each part is divided among ranks separately. Raises ValueError if the shapes do not fit."""
+    first dimension on this rank; each part is divided among ranks separately. Raises ValueError if the shapes do not
+    fit."""
     kind = "ETP" if ".experts." in name else "TP"
     if len(local) != len(whole):
         raise ValueError(f"{name}: of shape {local} here and {whole} in one process")

@@ -52,8 +52,7 @@ def is_state(kind: str) -> bool:
 @dataclass(frozen=True)
 class Key:
     """The identity of a compared value: training step, kind, name, and microbatch of the global batch (-1 for values of
-    the
-    whole step)."""
+    the whole step)."""
 
     step: int
     kind: str
@@ -157,8 +156,7 @@ class Recorder:
     def _print(self, original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any) -> Any:
         """Records the numbers of a line that Megatron logs on the last rank, which has the losses. The second line of a
         process also averages over the first. With a checkpoint, processes begin at different steps, so averages are
-        left
-        out."""
+        left out."""
         if dist.get_rank() == dist.get_world_size() - 1:
             for one in logs.numbers_of(str(message)):
                 if self.saved and one.name in self.totals:
@@ -272,8 +270,7 @@ class Recorder:
 
     def finished(self) -> Record:
         """The record, after all ranks have finished theirs. The run of one process also writes the weights. Raises
-        RunError
-        if the script has made too few steps."""
+        RunError if the script has made too few steps."""
         if self.step < self.steps:
             raise RunError(self.words("the script ended"))
         if dist.is_initialized():
@@ -349,8 +346,7 @@ class Recorder:
 
     def _watch(self, output: torch.Tensor, name: str, microbatch: int, dim: int) -> None:
         """Records the gradient of ``output``, scaled as in one process: without the division of the loss for the mean
-        over
-        microbatches."""
+        over microbatches."""
         if not output.requires_grad:
             return
         factor = 1.0
@@ -392,8 +388,7 @@ class Recorder:
 
     def _before_plain_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Records a step of an optimizer of torch. Within a step of Megatron's optimizers, which call those of torch,
-        it
-        records nothing."""
+        it records nothing."""
         if not self.depth and self.chunks and not self.stepped:
             self._before_step(optimizer.param_groups)
 

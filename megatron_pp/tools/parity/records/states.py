@@ -14,8 +14,7 @@ from megatron_pp.tools.parity.records.parameters import Place, global_name
 
 def named_buffers(chunk: Any, place: Place) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in the whole model, buffer) of each buffer that a checkpoint would have. Other buffers are scratch space,
-    such
-    as the router's count of this rank's tokens."""
+    such as the router's count of this rank's tokens."""
     model = unwrapped(chunk)
     modules = dict(model.named_modules())
     for path, module in modules.items():

@@ -6,8 +6,7 @@ which imports nothing, and the keeper forks the worker:
     command  ->  keeper  ->  worker  ->  ranks  ->  processes of the script
 
 The keeper passes the worker's answer to the command. If there is no answer, it reports how the worker ended. It ends
-all
-processes below it and removes the folder of files, also if the command is ended by a signal or killed.
+all processes below it and removes the folder of files, also if the command is ended by a signal or killed.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ def leave(code: int) -> NoReturn:
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Makes the kernel (Linux) send this signal to this process when its parent has ended for any reason. Otherwise
-    gloo's
-    threads would keep a core busy in orphaned ranks."""
+    gloo's threads would keep a core busy in orphaned ranks."""
     if _ON_LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
 
@@ -62,8 +61,7 @@ def descendants(pid: int) -> list[int]:
 
 def kill_descendants(pid: int, spared: Collection[int] = ()) -> None:
     """Kills all descendants of ``pid`` except ``spared``, and reaps those that are children of this process. Processes
-    that
-    are forked meanwhile are killed, too."""
+    that are forked meanwhile are killed, too."""
     end = time.monotonic() + _PATIENCE
     while time.monotonic() < end:
         living = [process for process in descendants(pid) if process not in spared]

@@ -87,8 +87,7 @@ def _check(rank: int, process: BaseProcess, folder: Path) -> None:
 
 def _end(processes: Sequence[BaseProcess], before: set[int]) -> None:
     """Kills the remaining ranks and their descendants. If this process adopts orphans, it also kills its descendants
-    that
-    are not in ``before``: ranks have left them. Otherwise other threads may have started them."""
+    that are not in ``before``: ranks have left them. Otherwise other threads may have started them."""
     for process in processes:
         if process.pid is not None and process.is_alive():
             kill_descendants(process.pid)
@@ -103,8 +102,7 @@ def _end(processes: Sequence[BaseProcess], before: set[int]) -> None:
 def _rank(body: Callable[[int], object], rank: int, world: int, port: int, folder: Path) -> None:
     process = os.getpid()
     # A garbage collection would destroy objects of the parent, such as a process group in a reference cycle. The
-    # destructor
-    # of a gloo group waits for threads that a forked process does not have.
+    # destructor of a gloo group waits for threads that a forked process does not have.
     gc.freeze()
     end_with_parent()
     os.register_at_fork(after_in_child=end_with_parent)  # for processes that save checkpoints
