@@ -210,8 +210,9 @@ def _set_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _add_fused_gradients() -> None:
-    """Adds a stand-in for Apex's extension, which adds a weight gradient to the accumulated one."""
+    """Adds a stand-in for Apex's extension, which adds a weight gradient to the accumulated one, unseen by autograd."""
 
+    @torch.no_grad()
     def wgrad_gemm_accum(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad.addmm_(grad_output.t(), inputs)
 
