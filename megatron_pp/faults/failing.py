@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.comm import abort, failed_transfers  # noqa: F401 (loaded now: later there may be no file to open)
@@ -165,7 +165,8 @@ class Failing:
 
     def mismatch(self, found: Mismatch) -> Failure:
         """The failure of ranks that have entered a step with different plans."""
-        return self._failure(MISMATCH, str(found), field=found.field, values=_by_text(found.values))
+        text = f"{found}{self._global_ranks(sorted(found.values))}"
+        return self._failure(MISMATCH, text, field=found.field, values=_by_text(found.values))
 
     def conclude(self, failure: Failure, is_news: bool) -> None:
         """Settle on ``failure``, publish it if the others do not know it yet, and make every transfer here fail."""
@@ -269,11 +270,17 @@ class Failing:
             suspects = diagnosis.busy_ranks(plan, in_step)
             if suspects:
                 why += f"; held up by rank {', '.join(map(str, suspects))}, which waits for no other rank"
-        if suspects and self.guard.members and (self.guard.world_size or self.guard.size) > self.guard.size:
-            why += f" (global rank {', '.join(str(self.guard.members[rank]) for rank in suspects)})"
+        why += self._global_ranks(suspects)
         text = diagnosis.stall_text(self.guard.rank, plan, here, seen, self.guard.size, why)
         lines = diagnosis.progress_lines(self.guard.rank, plan, here, seen, self.guard.size)
         return self._failure(STALL, text, suspects=suspects, values=_by_text(lines))
+
+    def _global_ranks(self, ranks: Sequence[int]) -> str:
+        """The global ranks of ``ranks``, for a text that names these. Empty if the pipeline is the whole job."""
+        guard = self.guard
+        if not ranks or not guard.members or (guard.world_size or guard.size) <= guard.size:
+            return ""
+        return f" (global rank {', '.join(str(guard.members[rank]) for rank in ranks)})"
 
 
 def _left_within(watchdog: Watchdog, seconds: float) -> bool:

@@ -204,7 +204,8 @@ def error_of(failure: Failure, pipeline: str, rank: int, here: str) -> errors.Pi
             text += f"\n(detected by rank {failure.rank}{elsewhere}; {here})"
         return errors.PipelineStallError(text, suspects=failure.suspects, progress=values)
     if failure.kind == failures.MISMATCH:
-        return errors.PipelineMismatchError(failure.message, field=failure.field, values=values)
+        text = failure.message + (f"\n(found by rank {failure.rank}{elsewhere}; {here})" if elsewhere else "")
+        return errors.PipelineMismatchError(text, field=failure.field, values=values)
     at = failure.where + (f" ({failure.instruction})" if failure.instruction else "")
     text = f"pipeline rank {failure.rank} (global rank {failure.global_rank}){elsewhere} raised "
     text += f"{failure.exception_type} in {at}: {failure.message}"

@@ -6,17 +6,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from megatron_pp.errors import PipelinePeerError
+from megatron_pp.errors import PipelineMismatchError, PipelinePeerError
 from megatron_pp.faults.store.failures import EXCEPTION, Failure
 from megatron_pp.faults.store.fault_store import FaultStore
 from megatron_pp.faults.store.processes import this_process
 from megatron_pp.faults.store.records import Process
-from tests.unit_tests.faults.guards import new_guard, raised_by
+from tests.unit_tests.faults.guards import new_guard, raised_by, wait_until_aborted
 
 TIMEOUT = 4.0
 
@@ -25,14 +26,14 @@ class Member:
     """Global rank ``me`` of the pipeline of ``ranks``; ``group`` is the name of one of several over the same ranks, in
     the order of the alphabet."""
 
-    def __init__(self, store: Any, ranks: tuple[int, ...], me: int, group: str = "") -> None:
-        name, more = "-".join(map(str, ranks)) + group, {"global_rank": me, "members": ranks}
+    def __init__(self, store: Any, ranks: tuple[int, ...], me: int, group: str = "", **more: Any) -> None:
+        name, more = "-".join(map(str, ranks)) + group, {"global_rank": me, "members": ranks, **more}
         self.guard, self.source = new_guard(ranks.index(me), store, name, TIMEOUT, len(ranks), **more)
         heartbeat = self.guard.heartbeat  # connects here, and not in its thread: the order is the test's
         heartbeat.store, heartbeat.peers.connected = heartbeat._connect(), True
 
-    def step(self, body: Callable[[], object] = lambda: None) -> None:
-        with self.guard.step(self.source, "a plan", lambda: {"schedule": "1f1b"}):
+    def step(self, body: Callable[[], object] = lambda: None, schedule: str = "1f1b") -> None:
+        with self.guard.step(self.source, "a plan", lambda: {"schedule": schedule}):
             body()
 
     def close(self) -> None:
@@ -106,6 +107,34 @@ def test_a_failure_reaches_a_pipeline_that_is_made_only_later() -> None:
     with pytest.raises(PipelinePeerError, match=r"global rank 0\) of pipeline 0-1 raised ValueError"):
         late.step(lambda: None)
     for member in (early, late):
+        member.close()
+
+
+def test_ranks_of_another_pipeline_learn_which_ranks_disagree() -> None:
+    """Both pipelines have a rank 0 and a rank 1."""
+    store = dist.HashStore()
+    members = [Member(store, ranks, me, world_size=4) for ranks in ((0, 2), (1, 3)) for me in ranks]
+    ended = threading.Event()
+
+    def enter(schedule: str, member: Member) -> None:
+        try:
+            member.step(schedule=schedule)
+        finally:
+            ended.set()
+
+    def wait(member: Member) -> None:
+        member.step(lambda: ended.wait(10.0) and wait_until_aborted(member.source))
+
+    schedules = ("1f1b", "gpipe")
+    disagree = [partial(enter, *one) for one in zip(schedules, members[:2], strict=True)]
+    raised = _together(*disagree, *(partial(wait, member) for member in members[2:]))
+    said = "do not agree on schedule: rank 0 has 1f1b, rank 1 has gpipe (global rank 0, 2)"
+    for error, is_elsewhere in zip(raised, (False, False, True, True), strict=True):
+        assert isinstance(error, PipelineMismatchError)
+        assert said in str(error)
+        assert (" of pipeline 0-2; " in str(error)) == is_elsewhere
+        assert error.values == dict(enumerate(schedules))
+    for member in members:
         member.close()
 
 
