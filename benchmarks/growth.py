@@ -46,11 +46,11 @@ def run(args: argparse.Namespace) -> Report:
 
 def _row(text: str, rounds: int) -> Row:
     try:
-        p, v, m = (int(number) for number in text.split("x"))
+        pipeline_size, chunks, microbatches = (int(number) for number in text.split("x"))
     except ValueError as error:
         raise BenchmarkError(f"--sizes got {text!r}; give P, V and M as in 8x2x32") from error
-    work = Work("interleaved_1f1b", p, v, m, _SHAPE)
-    spec = PlanSpec(work.schedule, p, v, m, p, OVERLAP)
+    work = Work("interleaved_1f1b", pipeline_size, chunks, microbatches, _SHAPE)
+    spec = PlanSpec(work.schedule, pipeline_size, chunks, microbatches, pipeline_size, OVERLAP)
     began = time.process_time()
     plan = lowered_plan(spec)
     instructions = sum(map(len, plan.programs))  # reading the programs makes them
@@ -58,12 +58,12 @@ def _row(text: str, rounds: int) -> Row:
     began = time.process_time()
     verify(plan)
     checked = time.process_time() - began
-    first, new = _use(replace(spec, num_microbatches=max(1, m // 2))), _use(spec)
+    first, new = _use(replace(spec, num_microbatches=max(1, microbatches // 2))), _use(spec)
     began = time.process_time()
     for _ in range(1000):
         verified_plan(spec)
     cached = (time.process_time() - began) / 1000
-    with stubbed_group(1, p, "calls") as (group, transport):
+    with stubbed_group(1, pipeline_size, "calls") as (group, transport):
         steps = {
             MODEL: bare_model(work, 1),
             "ours": make_step("ours", work, 1, group, lambda stage: AddWeight(_SHAPE), transport),

@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def settings(microbatches: int) -> list[tuple[Work, int]]:
     """(work, measured rank) of each setting. The rank both receives and sends, if the pipeline has such a rank."""
 
-    def work(schedule: str, p: int, v: int, policy: str) -> Work:
-        return Work(schedule, p, v, microbatches, _SHAPE, policy)
+    def work(schedule: str, pipeline_size: int, chunks: int, policy: str) -> Work:
+        return Work(schedule, pipeline_size, chunks, microbatches, _SHAPE, policy)
 
     return [
         (work("interleaved_1f1b", 4, 2, "overlap"), 1),

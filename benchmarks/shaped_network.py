@@ -118,9 +118,9 @@ def _make(places: list[Place], rate_mbit: float) -> None:
         _run(f"ip -n {place.namespace} link set lo up")
         for name, value in _TCP.items():
             _run(f"ip netns exec {place.namespace} sysctl -q -w net.ipv4.{name}={value}")
-    for a in range(len(places)):
-        for b in range(a + 1, len(places)):
-            _connect(places, a, b, rate_mbit)
+    for first in range(len(places)):
+        for second in range(first + 1, len(places)):
+            _connect(places, first, second, rate_mbit)
     for here, place in enumerate(places):
         for there, other in enumerate(places):
             if here != there:
@@ -128,10 +128,12 @@ def _make(places: list[Place], rate_mbit: float) -> None:
                 _run(f"ip -n {place.namespace} {route}")
 
 
-def _connect(places: list[Place], a: int, b: int, rate_mbit: float) -> None:
-    ends = [f"name v{x}_{y} mtu {_MTU_BYTES} netns {places[x].namespace}" for x, y in ((a, b), (b, a))]
+def _connect(places: list[Place], first: int, second: int, rate_mbit: float) -> None:
+    ends = [
+        f"name v{x}_{y} mtu {_MTU_BYTES} netns {places[x].namespace}" for x, y in ((first, second), (second, first))
+    ]
     _run(f"ip link add {ends[0]} type veth peer {ends[1]}")
-    for here, there in ((a, b), (b, a)):
+    for here, there in ((first, second), (second, first)):
         name, end = places[here].namespace, f"v{here}_{there}"
         if end == places[here].interface:
             _run(f"ip -n {name} addr add {places[here].address}/32 dev {end}")

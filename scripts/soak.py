@@ -65,7 +65,7 @@ class Tally:
 
 
 @dataclass
-class Books:
+class Results:
     """The results of all episodes."""
 
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
@@ -87,31 +87,31 @@ class Books:
 
 def main() -> int:
     arguments = parse_arguments()
-    books = Books()
+    results = Results()
     start = time.monotonic()
     rng = random.Random(arguments.seed)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Pool(arguments.ranks) as pool:
         try:
-            run_all(pool, arguments, rng, books)
+            run_all(pool, arguments, rng, results)
         except KeyboardInterrupt:
-            books.trouble.append("the run was ended early")
-        text = report(arguments, books, time.monotonic() - start)
+            results.trouble.append("the run was ended early")
+        text = report(arguments, results, time.monotonic() - start)
         if arguments.output == "-":
             print(text)
         else:
             write_between_marks(Path(arguments.output), text)
             print(f"wrote {arguments.output}")
-    print(f"{len(books.trouble)} complaints")
-    return 1 if books.trouble else 0
+    print(f"{len(results.trouble)} complaints")
+    return 1 if results.trouble else 0
 
 
-def run_all(pool: Pool, arguments: argparse.Namespace, rng: random.Random, books: Books) -> None:
+def run_all(pool: Pool, arguments: argparse.Namespace, rng: random.Random, results: Results) -> None:
     """Run every episode. Stops after the first one that hangs."""
     for episode in [*drawn_episodes(arguments, rng), *clean_episodes(arguments)]:
-        known = len(books.trouble)
-        went_on = run_one(pool, episode, arguments.ranks, books)
-        for line in books.trouble[known:]:
+        known = len(results.trouble)
+        went_on = run_one(pool, episode, arguments.ranks, results)
+        for line in results.trouble[known:]:
             print(f"WRONG: {line}", flush=True)
         if not went_on:
             return
@@ -211,33 +211,33 @@ def clean_episodes(arguments: argparse.Namespace) -> Iterator[Episode]:
         )
 
 
-def run_one(pool: Pool, episode: Episode, ranks: int, books: Books) -> bool:
+def run_one(pool: Pool, episode: Episode, ranks: int, results: Results) -> bool:
     """Run an episode and record its results. Returns False if ranks hang: later results would mean nothing."""
     what = f"{NAMES.get(episode.schedule, episode.schedule)}, {episode.fault}"
     print(f"episode {episode.number}: {what}", flush=True)
-    books.episodes += 1
+    results.episodes += 1
     try:
         reports = pool.run(episode, deadline=120.0 + episode.steps)
     except RanksTimedOutError as error:
-        books.hangs += 1
-        books.trouble.append(f"episode {episode.number} ({what}): {error}")
+        results.hangs += 1
+        results.trouble.append(f"episode {episode.number} ({what}): {error}")
         return False
-    books.load.append(os.getloadavg()[0])
-    books.steps += max(report.steps_done for report in reports.values())
-    books.wrong_steps += sum(len(report.wrong_steps) for report in reports.values())
+    results.load.append(os.getloadavg()[0])
+    results.steps += max(report.steps_done for report in reports.values())
+    results.wrong_steps += sum(len(report.wrong_steps) for report in reports.values())
     found = complaints(episode, reports, ranks)
-    books.trouble += [f"episode {episode.number} ({what}): {line}" for line in found]
+    results.trouble += [f"episode {episode.number} ({what}): {line}" for line in found]
     if episode.fault is not None:
-        book_fault(episode, reports, not found, books)
-    book_resources(pool, episode, reports, books)
+        count_fault(episode, reports, not found, results)
+    compare_resources(pool, episode, reports, results)
     return True
 
 
-def book_fault(episode: Episode, reports: dict[int, Report], right: bool, books: Books) -> None:
+def count_fault(episode: Episode, reports: dict[int, Report], right: bool, results: Results) -> None:
     """Count the fault, and record the seconds until its detection and one message."""
     fault = episode.fault
     assert fault is not None
-    tally = books.tallies.setdefault((fault.kind, episode.schedule), Tally(limit=limit(episode)))
+    tally = results.tallies.setdefault((fault.kind, episode.schedule), Tally(limit=limit(episode)))
     tally.injected += 1
     if fault.kind == DELAY:
         tally.undisturbed += right
@@ -249,7 +249,7 @@ def book_fault(episode: Episode, reports: dict[int, Report], right: bool, books:
         tally.message = others[0].splitlines()[0]
 
 
-def book_resources(pool: Pool, episode: Episode, reports: dict[int, Report], books: Books) -> None:
+def compare_resources(pool: Pool, episode: Episode, reports: dict[int, Report], results: Results) -> None:
     """Record the resources of which a process holds more than after its first episodes."""
     pids = pool.pids()
     fault = episode.fault
@@ -257,32 +257,34 @@ def book_resources(pool: Pool, episode: Episode, reports: dict[int, Report], boo
     # If the receiver dies in the middle of a transfer, gloo ends the send only with the process group.
     may_be_stuck = fault is not None and fault.kind == KILL and episode.seq_length == LARGE_LENGTH
     patience = episode.group_timeout + 5.0 if may_be_stuck else 0.0
-    held = pool.await_resources(held, lambda now: not any(books.more_of(pids[r], now[r]) for r in now), patience)
+    held = pool.await_resources(held, lambda now: not any(results.more_of(pids[r], now[r]) for r in now), patience)
     for rank, resources in held.items():
         pid = pids[rank]
-        for line in books.more_of(pid, resources):
-            books.leaks[line.partition(":")[0]] = books.leaks.get(line.partition(":")[0], 0) + 1
-            books.trouble.append(f"episode {episode.number}, rank {rank} leaks {line}")
-        seen, first = books.first.get(pid, (0, resources))
-        books.first[pid] = (seen + 1, resources if seen < SETTLING_EPISODES else first)
+        for line in results.more_of(pid, resources):
+            results.leaks[line.partition(":")[0]] = results.leaks.get(line.partition(":")[0], 0) + 1
+            results.trouble.append(f"episode {episode.number}, rank {rank} leaks {line}")
+        seen, first = results.first.get(pid, (0, resources))
+        results.first[pid] = (seen + 1, resources if seen < SETTLING_EPISODES else first)
         if reports[rank].samples:
-            book_memory(episode, rank, list(reports[rank].samples), books)
+            compare_memory(episode, rank, list(reports[rank].samples), results)
 
 
-def book_memory(episode: Episode, rank: int, samples: list[int], books: Books) -> None:
+def compare_memory(episode: Episode, rank: int, samples: list[int], results: Results) -> None:
     """Record the memory of a long clean episode. It must not grow after the first quarter."""
-    books.memory.append((episode.schedule, rank, samples))
+    results.memory.append((episode.schedule, rank, samples))
     growth = samples[-1] - samples[len(samples) // 4]
     if growth > FLAT_BYTES:
-        books.trouble.append(f"{episode.schedule}, rank {rank}: memory grew by {growth / 2**20:.1f} MiB in clean steps")
+        results.trouble.append(
+            f"{episode.schedule}, rank {rank}: memory grew by {growth / 2**20:.1f} MiB in clean steps"
+        )
 
 
 # -- the report ---
 
 
-def report(arguments: argparse.Namespace, books: Books, seconds: float) -> str:
+def report(arguments: argparse.Namespace, results: Results, seconds: float) -> str:
     """The text for docs/reliability.md. It has the machine's load, because detection takes longer on a busy machine."""
-    busy = f"{statistics.median(books.load):.1f} (median)" if books.load else ""
+    busy = f"{statistics.median(results.load):.1f} (median)" if results.load else ""
     load = f"Load average of the machine, this run included: {busy}. " if busy else ""
     parts = [
         f"    python scripts/soak.py --seed {arguments.seed} --ranks {arguments.ranks} --episodes {arguments.episodes} "
@@ -290,19 +292,19 @@ def report(arguments: argparse.Namespace, books: Books, seconds: float) -> str:
         f"--backend {arguments.backend}",
         "",
         f"torch {torch.__version__}, Python {platform.python_version()}, {arguments.backend}, {arguments.ranks} "
-        f"processes on {os.cpu_count()} cores; {books.episodes} episodes, {books.steps:,} pipeline steps, "
+        f"processes on {os.cpu_count()} cores; {results.episodes} episodes, {results.steps:,} pipeline steps, "
         f"{seconds / 60:.0f} minutes. {load}" + _other_backend(arguments.backend),
         "",
-        *_totals(books),
-        *(f"- WRONG: {line}" for line in books.trouble),
+        *_totals(results),
+        *(f"- WRONG: {line}" for line in results.trouble),
         "",
         "### Faults",
         "",
-        *_faults(arguments, books),
+        *_faults(arguments, results),
         "",
-        *_messages(books),
+        *_messages(results),
         "",
-        *_memory(books),
+        *_memory(results),
         "",
     ]
     return "\n".join(parts)
@@ -312,7 +314,7 @@ def _other_backend(backend: str) -> str:
     return "" if backend == "nccl" else "NCCL: not yet measured (`--backend nccl` makes the same table on GPUs)."
 
 
-def _faults(arguments: argparse.Namespace, books: Books) -> list[str]:
+def _faults(arguments: argparse.Namespace, results: Results) -> list[str]:
     lines = [
         "Seconds are from the fault until another rank raises its error: median and worst over all other ranks. A "
         "fault counts as detected if every rank raises the right error in time, and the error names rank, chunk and "
@@ -324,7 +326,7 @@ def _faults(arguments: argparse.Namespace, books: Books) -> list[str]:
     rows: list[Sequence[str]] = [head]
     for kind in arguments.kinds:
         for schedule in arguments.schedules:
-            tally = books.tallies.get((kind, schedule))
+            tally = results.tallies.get((kind, schedule))
             if tally is None:
                 continue
             times = (
@@ -346,15 +348,15 @@ def _brief(message: str) -> str:
     return text.replace("testkit.faults.fault_injection.", "").replace("|", "/").replace("`", "'")
 
 
-def _totals(books: Books) -> list[str]:
-    injected = sum(t.injected for t in books.tallies.values())
-    right = sum(t.detected + t.undisturbed for t in books.tallies.values())
+def _totals(results: Results) -> list[str]:
+    injected = sum(t.injected for t in results.tallies.values())
+    right = sum(t.detected + t.undisturbed for t in results.tallies.values())
     rows = [
         ("faults injected", injected),
         ("faults handled as specified", right),
-        ("hangs", books.hangs),
-        ("steps with wrong numbers", books.wrong_steps),
-        *((f"episodes that left {name.replace('_', ' ')}", books.leaks.get(name, 0)) for name in _LEAKS),
+        ("hangs", results.hangs),
+        ("steps with wrong numbers", results.wrong_steps),
+        *((f"episodes that left {name.replace('_', ' ')}", results.leaks.get(name, 0)) for name in _LEAKS),
     ]
     return [f"- {name}: {count}" for name, count in rows]
 
@@ -362,18 +364,18 @@ def _totals(books: Books) -> list[str]:
 _LEAKS = ("handles", "tensors", "threads", "files", "shared_memory")
 
 
-def _messages(books: Books) -> list[str]:
+def _messages(results: Results) -> list[str]:
     rows: list[Sequence[str]] = [("fault", "what another rank says")]
     seen = set()
-    for (kind, _), tally in books.tallies.items():
+    for (kind, _), tally in results.tallies.items():
         if tally.message and kind not in seen:
             seen.add(kind)
             rows.append((kind, f"`{tally.message.replace('`', chr(39)).replace('|', '/')}`"))
     return ["### Messages", "", markdown_table(rows)]
 
 
-def _memory(books: Books) -> list[str]:
-    if not books.memory:
+def _memory(results: Results) -> list[str]:
+    if not results.memory:
         return []
     lines = [
         "### Memory",
@@ -383,7 +385,7 @@ def _memory(books: Books) -> list[str]:
         "",
     ]
     rows: list[Sequence[str]] = [("schedule", "rank", "at the first quarter", "at the end", "growth")]
-    for schedule, rank, samples in sorted(books.memory):
+    for schedule, rank, samples in sorted(results.memory):
         quarter, end = samples[len(samples) // 4], samples[-1]
         cells = (f"{quarter / 2**20:.1f}", f"{end / 2**20:.1f}", f"{(end - quarter) / 2**20:+.2f}")
         rows.append((NAMES.get(schedule, schedule), str(rank), *cells))

@@ -55,11 +55,11 @@ def stage_costs(medians: Mapping[Operation, float], num_stages: int, slices: int
     whole = of(ins.BACKWARD)
     halves = of(ins.INPUT_GRAD)
     weight = of(ins.WEIGHT_GRAD)
-    for s, (both, one, other) in enumerate(zip(whole, halves, weight, strict=True)):
+    for stage, (both, one, other) in enumerate(zip(whole, halves, weight, strict=True)):
         if one == other == 0:
-            halves[s] = weight[s] = both / 2
+            halves[stage] = weight[stage] = both / 2
         elif both == 0:
-            whole[s] = one + other
+            whole[stage] = one + other
     passes = tuple(statistics.mean(of(op)) for op in ins.PASSES)
     costs = StageCosts(tuple(of(ins.FORWARD)), tuple(whole), tuple(halves), tuple(weight))
     return replace(costs, **known_costs(passes=passes))
@@ -133,9 +133,9 @@ def _measured_network(steps: Sequence[Simulation], on_cpu: bool) -> Network:
     """For each link the median time of its transfers; for a link without transfers, the median over all links."""
     times: dict[tuple[int, int], list[float]] = defaultdict(list)
     for step in steps:
-        for t in step.transfers:
-            times[(t.source, t.target)].append(t.end - t.start)
-    size = next((t.size for t in steps[0].transfers if t.size), 1.0)
+        for transfer in step.transfers:
+            times[(transfer.source, transfer.target)].append(transfer.end - transfer.start)
+    size = next((transfer.size for transfer in steps[0].transfers if transfer.size), 1.0)
     usual = {link: statistics.median(taken) for link, taken in times.items()}
 
     def link_of(time: float) -> Link:

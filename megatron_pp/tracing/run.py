@@ -139,8 +139,8 @@ class _Merge:
     def simulation(self) -> Simulation:
         transfers = self._transfers()
         log = TransferLog()
-        for t in sorted(transfers.values(), key=lambda t: t.start):
-            log.append(t)
+        for transfer in sorted(transfers.values(), key=lambda transfer: transfer.start):
+            log.append(transfer)
         ranks = range(len(self.starts))
         waits = tuple(self._waits(r, transfers) for r in ranks)
         busy = tuple(sum(end - start for at, start, end in self._timed(r) if at.op in ins.COMPUTE_OPS) for r in ranks)

@@ -207,7 +207,7 @@ class Replica:
         if self.fault is not None and (self.number, self.fault.rank, self.fault.phase) == (2, self.rank, phase):
             self.fault.strike()
 
-    def _reached(self, chunk: int, what: str, n: int) -> None:
+    def _reached(self, chunk: int, what: str, microbatch: int) -> None:
         last = self.microbatches - 1
         places = {
             WARMUP: (0, FORWARD, 0),
@@ -215,7 +215,7 @@ class Replica:
             COOLDOWN: (0, BACKWARD, last),
         }
         for phase, place in places.items():
-            if (chunk, what, n) == place:
+            if (chunk, what, microbatch) == place:
                 self._strike(phase)
 
     def _own(self, parameter: torch.Tensor) -> torch.Tensor:

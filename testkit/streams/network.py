@@ -111,8 +111,8 @@ class StreamNetwork(WindowNetwork):
         """A context in which this thread is the host of ``rank``. At its end it raises RuntimeError if a thread of the
         process has made a context on another device."""
         device = self.devices[rank]
-        books = recording(device, checks=not self.run_ahead)
-        with on_one_core(), running_on(device), books, super().running(rank):
+        records = recording(device, checks=not self.run_ahead)
+        with on_one_core(), running_on(device), records, super().running(rank):
             yield
             if self.rules.may_hang:
                 device.synchronize(device.lanes, "the end of its program")

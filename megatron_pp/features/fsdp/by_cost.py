@@ -147,17 +147,17 @@ def _next_uses(uses: Uses) -> dict[int, list[int]]:
     return found
 
 
-def _farthest(clock: _CollectiveTimes, i: int, others: dict[int, int], lasts: dict[int, int]) -> int:
-    """The chunk of ``others`` (chunk -> next use after entry ``i``) whose next use is farthest. ``lasts``: last
+def _farthest(clock: _CollectiveTimes, entry: int, others: dict[int, int], lasts: dict[int, int]) -> int:
+    """The chunk of ``others`` (chunk -> next use after ``entry``) whose next use is farthest. ``lasts``: last
     uses."""
     return max(others, key=lambda chunk: (others[chunk], -lasts[chunk]))
 
 
-def _hidden(clock: _CollectiveTimes, i: int, others: dict[int, int], lasts: dict[int, int]) -> int:
+def _hidden(clock: _CollectiveTimes, entry: int, others: dict[int, int], lasts: dict[int, int]) -> int:
     """The farthest chunk that is unused for long enough to hide the all-gather, or else the one used longest ago."""
-    begin = clock.starts[i] - max(clock.gathers)
+    begin = clock.starts[entry] - max(clock.gathers)
     early = {chunk: use for chunk, use in others.items() if clock.ended[lasts[chunk] + 1] <= begin}
-    return _farthest(clock, i, early, lasts) if early else min(others, key=lambda chunk: lasts[chunk])
+    return _farthest(clock, entry, early, lasts) if early else min(others, key=lambda chunk: lasts[chunk])
 
 
 def _timed(loads: Sequence[_Load], clock: _CollectiveTimes) -> tuple[Stay, ...]:

@@ -337,48 +337,48 @@ class _Lowering:
             made += self.order[i : i + 1]
         return tuple(made)
 
-    def _place(self, i: int, at: Instruction) -> None:
+    def _place(self, entry: int, at: Instruction) -> None:
         moves = MOVES[at.op]
         edges = self.edges[at.op][at.chunk]
         spans = self.spans
-        released = self._released(i)
+        released = self._released(entry)
         for edge in edges.leaving:
             post = transfer(moves.send, edge, at.mb, self.rank)
             ends = edge.source, edge.target
-            self.sends[i + 1].append(_Post(spans[i].end, self.places[edge.name], ends, post))
+            self.sends[entry + 1].append(_Post(spans[entry].end, self.places[edge.name], ends, post))
             self.releases[released].append(transfer(moves.free, edge, at.mb, self.rank))
         for edge in edges.arriving:
             round_ = self.clock.made[(at.op, edge.source, edge.chunks[0], at.mb)]
-            due = next(k for k in range(i, -1, -1) if k == 0 or spans[k - 1].begin < round_)
+            due = next(k for k in range(entry, -1, -1) if k == 0 or spans[k - 1].begin < round_)
             post, wait = (transfer(op, edge, at.mb, self.rank) for op in (moves.recv, moves.wait))
             ends = edge.source, edge.target
             self.receives[due].append(_Post(round_, self.places[edge.name], ends, post, wait))
             if not self.spec.variable_shapes or self.spec.grouped:
-                self.waits[i].append(wait)
+                self.waits[entry].append(wait)
 
-    def _released(self, i: int) -> int:
-        """The boundary at which the result of operation ``i`` is released. By then the receiver has posted its receive,
-        which takes no longer than the longest operation."""
-        posted = self.spans[i].end + self.clock.longest
-        later = range(i + 1 + self.spec.release_after, len(self.order))
+    def _released(self, entry: int) -> int:
+        """The boundary at which the result of ``entry`` is released. By then the receiver has posted its receive, which
+        takes no longer than the longest operation."""
+        posted = self.spans[entry].end + self.clock.longest
+        later = range(entry + 1 + self.spec.release_after, len(self.order))
         return next((k for k in later if self.spans[k - 1].end >= posted), len(self.order))
 
-    def _boundary(self, i: int) -> Iterator[Instruction]:
-        yield from self._posts_in_turn(i) if self.spec.may_wait else self._posts(i)
-        yield from self.releases[i]
-        yield from self.waits[i]
+    def _boundary(self, boundary: int) -> Iterator[Instruction]:
+        yield from self._posts_in_turn(boundary) if self.spec.may_wait else self._posts(boundary)
+        yield from self.releases[boundary]
+        yield from self.waits[boundary]
 
-    def _posts_in_turn(self, i: int) -> Iterator[Instruction]:
-        posts = sorted((*self.sends[i], *self.receives[i]), key=_in_turn)
+    def _posts_in_turn(self, boundary: int) -> Iterator[Instruction]:
+        posts = sorted((*self.sends[boundary], *self.receives[boundary]), key=_in_turn)
         if not self.spec.grouped:
             yield from (one.post for one in posts)
             return
         for _, same in groupby(posts, key=lambda one: one.round):
             yield batch(one.post for one in same)
 
-    def _posts(self, i: int) -> Iterator[Instruction]:
-        sends = self.sends[i]
-        receives = sorted(self.receives[i], key=_turn)
+    def _posts(self, boundary: int) -> Iterator[Instruction]:
+        sends = self.sends[boundary]
+        receives = sorted(self.receives[boundary], key=_turn)
         first = {(one.post.op, one.post.peer): one for one in reversed(receives)}  # channel -> its first receive
         ahead = [*first.values(), *(one for one in sends if not one.place)]
         yield from (one.post for one in ahead)

@@ -323,9 +323,9 @@ def _dearest(
 ) -> int | None:
     """The stage of ``row`` whose next layer frees the most memory for its time; None if no layer is left."""
     found = []
-    for c, s in enumerate(row):
-        left = _recomputable(stages[s])[chosen[s] :]
+    for chunk, stage in enumerate(row):
+        left = _recomputable(stages[stage])[chosen[stage] :]
         if left:
-            flight = max((state[0][c] for state in room.states[rank]), default=0)
-            found.append((rounded(flight * left[0].saved / (left[0].forward or 1e-12)), s))
+            flight = max((state[0][chunk] for state in room.states[rank]), default=0)
+            found.append((rounded(flight * left[0].saved / (left[0].forward or 1e-12)), stage))
     return max(found)[1] if found else None

@@ -306,11 +306,11 @@ def _show_ranking(found: list[ComparedSchedule], shape: ModelShape | None, unit:
     print_table(console, "Not possible", ["schedule", "why"], refused)
 
 
-def _schedule_facts(c: ComparedSchedule) -> dict[str, Any]:
+def _schedule_facts(compared: ComparedSchedule) -> dict[str, Any]:
     numbers = ("makespan", "per_microbatch", "bubble_share", "peak_in_flight", "peak_bytes", "messages", "sent_bytes")
     return {
-        **{name: getattr(c.spec, name) for name in ("schedule", "num_chunks", "num_microbatches")},
-        "refused": c.refused or None,
-        **{name: getattr(c, name) for name in numbers},
-        "bound": _bound_facts(c.bound, c.makespan),
+        **{name: getattr(compared.spec, name) for name in ("schedule", "num_chunks", "num_microbatches")},
+        "refused": compared.refused or None,
+        **{name: getattr(compared, name) for name in numbers},
+        "bound": _bound_facts(compared.bound, compared.makespan),
     }

@@ -62,27 +62,43 @@ def _events(timeline: Timeline, began: float, prefix: str) -> Iterator[dict[str,
         for time, value in lane.memory:
             yield {"ph": "C", "pid": rank, "name": "memory", "ts": (began + time) * _MICROS, "args": {unit: value}}
     chunks = [{event.instruction.stage: event.instruction.chunk for event in lane.compute} for lane in timeline.lanes]
-    for number, t in enumerate(timeline.transfers):
-        if t.end <= t.start:
+    for number, transfer in enumerate(timeline.transfers):
+        if transfer.end <= transfer.start:
             continue
-        gradient = t.kind == BACKWARD
-        args = {"from": t.source, "to": t.target, "bytes": t.size, "microbatch": t.mb, "for stage": t.stage}
-        start = (began + t.start) * _MICROS
-        end = (began + t.end) * _MICROS
+        gradient = transfer.kind == BACKWARD
+        args = {
+            "from": transfer.source,
+            "to": transfer.target,
+            "bytes": transfer.size,
+            "microbatch": transfer.mb,
+            "for stage": transfer.stage,
+        }
+        start = (began + transfer.start) * _MICROS
+        end = (began + transfer.end) * _MICROS
         span = {"ph": "X", "ts": start, "dur": end - start, "args": args}
         sent, got = _SENT_ACT + gradient, _GOT_ACT + gradient
-        made = t.stage + 1 if gradient else t.stage - 1
-        yield {**span, "name": _post("SEND", t, chunks[t.source].get(made)), "pid": t.source, "tid": sent}
-        yield {**span, "name": _post("RECV", t, chunks[t.target].get(t.stage)), "pid": t.target, "tid": got}
+        made = transfer.stage + 1 if gradient else transfer.stage - 1
+        yield {
+            **span,
+            "name": _post("SEND", transfer, chunks[transfer.source].get(made)),
+            "pid": transfer.source,
+            "tid": sent,
+        }
+        yield {
+            **span,
+            "name": _post("RECV", transfer, chunks[transfer.target].get(transfer.stage)),
+            "pid": transfer.target,
+            "tid": got,
+        }
         flow = {"cat": "transfer", "name": "transfer", "id": f"{prefix}{number}" if prefix else number}
-        yield {**flow, "ph": "s", "pid": t.source, "tid": sent, "ts": start}
-        yield {**flow, "ph": "f", "bp": "e", "pid": t.target, "tid": got, "ts": end}
+        yield {**flow, "ph": "s", "pid": transfer.source, "tid": sent, "ts": start}
+        yield {**flow, "ph": "f", "bp": "e", "pid": transfer.target, "tid": got, "ts": end}
 
 
-def _post(what: str, t: Transfer, chunk: int | None) -> str:
+def _post(what: str, transfer: Transfer, chunk: int | None) -> str:
     """The post's name in the plan. ``chunk`` is None if a named tensor comes from a stage that is not a neighbour."""
-    op = f"{what}_{t.kind}"
-    return op if chunk is None else str(placed(op, t.stage, t.mb, NONE, chunk, t.part))
+    op = f"{what}_{transfer.kind}"
+    return op if chunk is None else str(placed(op, transfer.stage, transfer.mb, NONE, chunk, transfer.part))
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:

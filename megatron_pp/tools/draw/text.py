@@ -182,11 +182,12 @@ def _transfer_rows(timeline: Timeline, scale: Scale) -> dict[int, str]:
     """The rows of transfers, by the rank that they are below. Rank r has the transfers between r and r + 1; the last
     rank has all others, such as those between the last rank and the first."""
     under: dict[int, list[tuple[Transfer, bool]]] = defaultdict(list)
-    for t in timeline.transfers:
-        if t.end > t.start:
-            low, high = sorted((t.source, t.target))
+    for transfer in timeline.transfers:
+        if transfer.end > transfer.start:
+            low, high = sorted((transfer.source, transfer.target))
             near = high == low + 1
-            under[low if near else len(timeline.lanes) - 1].append((t, near == (t.source > t.target)))
+            back = near == (transfer.source > transfer.target)
+            under[low if near else len(timeline.lanes) - 1].append((transfer, back))
     return {rank: _marks(spans, scale, " v^x") for rank, spans in under.items()}
 
 

@@ -128,11 +128,11 @@ class Timeline:
     def traffic(self) -> Traffic:
         """All transfers in numbers."""
         messages, size, shortest, longest = 0, 0.0, math.inf, 0.0
-        for t in self.transfers:
+        for transfer in self.transfers:
             messages += 1
-            size += t.size
-            shortest = min(shortest, t.end - t.start)
-            longest = max(longest, t.end - t.start)
+            size += transfer.size
+            shortest = min(shortest, transfer.end - transfer.start)
+            longest = max(longest, transfer.end - transfer.start)
         return Traffic(messages, size, shortest, longest)
 
     @property
@@ -166,9 +166,9 @@ class Timeline:
         """For each rank, the activations and the gradients that it sends, in order of time. Transfers that take no time
         are left out."""
         sent: list[tuple[list[Transfer], list[Transfer]]] = [([], []) for _ in self.lanes]
-        for t in sorted(self.transfers, key=lambda t: t.start):
-            if t.end > t.start:
-                sent[t.source][t.kind == BACKWARD].append(t)
+        for transfer in sorted(self.transfers, key=lambda transfer: transfer.start):
+            if transfer.end > transfer.start:
+                sent[transfer.source][transfer.kind == BACKWARD].append(transfer)
         return sent
 
 
