@@ -172,8 +172,7 @@ TIGHT = {  # placement, memory, and the optimum (proven by a solver) of 3 microb
 @pytest.mark.parametrize(("placement", "memory", "step"), TIGHT.values(), ids=TIGHT)
 def test_the_bound_counts_microbatches_that_do_not_fit_together(placement, memory, step):
     """If a microbatch fills rank 1 from its first forward there, rank 1 is idle while other ranks run this microbatch.
-    A
-    microbatch that continues in a second chunk needs room for both chunks. While the memory of a waiting W leaves no
+    A microbatch that continues in a second chunk needs room for both chunks. While the memory of a waiting W leaves no
     room, no forward runs.
     """
     assert lower_bound(placement, 3, StageCosts.uniform(placement.num_stages), memory=memory).step == step

@@ -177,8 +177,7 @@ def test_the_scheduler_reports_what_cannot_be_done() -> None:
 
 def test_patience_keeps_a_weight_gradient_from_holding_up_what_others_wait_for() -> None:
     """W takes 10, and the next gradient arrives 1 after the rank is free. A patient rank waits for 1 instead of
-    delaying
-    the gradient by 10.
+    delaying the gradient by 10.
     """
     placement = Placement("loop", 2, 1)
     costs = StageCosts.per_stage([1, 1], [2, 1], [10, 10])

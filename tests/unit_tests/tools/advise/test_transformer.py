@@ -323,8 +323,7 @@ def test_attention_that_is_not_fused_keeps_a_score_for_each_pair_of_tokens(
     model: str, text: str, bytes_of_each: int
 ) -> None:
     """There are 5 a s s b bytes for 16-bit scores (arXiv 2205.05198, 4.1): the softmax, its values after dropout, and
-    the
-    mask of dropout."""
+    the mask of dropout."""
     found = of(f"{model} {text}")
     (core,) = [part for part in found.parts("*" if found.latent is None else "+") if "core_attn" in part.modules]
     assert core.kept == bytes_of_each * found.heads * 4096 * 4096

@@ -40,8 +40,7 @@ AS_MAIN = "import sys\nfrom megatron_pp.tools.cli.run import load_module, load_s
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a script and a package, and another folder with a stand-in for Megatron-core. The interpreter's
-    state
-    is restored afterwards."""
+    state is restored afterwards."""
     for name in ("scripts/probe.py", "package/__init__.py", "package/__main__.py", "package/probe.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("" if name.endswith("__init__.py") else PROBE)

@@ -1,7 +1,6 @@
 """The output of commands on terminals of 80 and 120 columns. Lines are broken between words, tables stay whole,
-commands
-can be pasted, names of instructions are explained, and other libraries print nothing. Lines into a pipe are not
-wrapped.
+commands can be pasted, names of instructions are explained, and other libraries print nothing. Lines into a pipe are
+not wrapped.
 """
 
 from __future__ import annotations
