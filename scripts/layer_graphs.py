@@ -27,7 +27,8 @@ def captures(args: argparse.Namespace) -> bool:
 
 
 def config_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The config fields of FP8 and CUDA graphs, only for those that are switched on: older releases lack them."""
+    """The config fields of FP8 and CUDA graphs. If one of the two is off, its fields are left out, because older
+    releases lack them."""
     fields: dict[str, Any] = {"fp8": args.fp8_format} if args.fp8_format else {}
     if captures(args):
         fields |= {"cuda_graph_impl": args.cuda_graph_impl, "cuda_graph_warmup_steps": 1}
@@ -40,7 +41,8 @@ def seed_options(args: argparse.Namespace) -> dict[str, bool]:
 
 
 def made(args: argparse.Namespace, chunks: list[Any], config: Any, optimizer: Any) -> TransformerEngineGraphs | None:
-    """The object that captures graphs between steps. None if there is none: Megatron captures its own within a step."""
+    """The object that captures Transformer Engine's graphs between steps; None for other kinds of graphs. Megatron
+    captures its own graphs within a step."""
     if args.cuda_graph_impl != TRANSFORMER_ENGINE:
         return None
     return TransformerEngineGraphs(args, chunks, config, optimizer)

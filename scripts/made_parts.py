@@ -1,4 +1,5 @@
-"""Parts of pages that a command writes. Each is between two marks. `--check` reports the parts that are out of date.
+"""Writes the parts of pages that a command makes. Each part is between two marks. `--check` only reports the parts that
+are out of date.
 
 Long tables are data files beside the page, ``data/NAME.csv``. The page links to each; the site shows the table there.
 """

@@ -1,4 +1,5 @@
-"""`Bench`, with which a part works, and its `Result`: checks, texts and tables, which are saved as JSON."""
+"""`Bench`, the object through which a part runs ranks and reports its checks, texts and tables; and `Result`, in which
+they are kept and saved as JSON."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Kernels that a process has not loaded. The first launch of one waits until the device is idle, also for its
-receives."""
+"""Kernels that a process has not loaded. The first launch of such a kernel waits until the device is idle, and so for
+all receives that are posted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 class Launches:
-    """Launches each of some kernels once. Nothing else here runs them. ``launch()`` takes the next one."""
+    """Launches kernels that nothing else in the process runs, each of them once. ``launch()`` takes the next kernel."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Random instructions wait for an idle device, in the verifier's run loop and in the engine."""
+"""Lets random instructions wait for an idle device, in the verifier's run loop and in the engine."""
 
 from __future__ import annotations
 

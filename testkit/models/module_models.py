@@ -1,4 +1,5 @@
-"""Toy modules on grids of ranks: each rank's stages, and a reference in one process with all stages of all replicas."""
+"""Toy modules on grids of ranks: the stages of each rank, and a reference that runs all stages of all replicas in one
+process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the numbers depend on; after one collective, which shows that the ranks can talk at all."""
+"""Runs one collective, which shows that the ranks can communicate at all. Then lists the hardware and the releases on
+which all other numbers depend."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""How often calls of a training step wait for the device: products with a new number of rows (as experts' tokens have),
-allocations that first return cached blocks, the first operations of communicators, recompilations.
+"""Counts how often calls of a training step wait for the device. The calls are products with a new number of rows (as
+experts' tokens have), allocations that first return cached blocks, the first operations of communicators, and
+recompilations.
 
 If receives are posted ahead, the share of operations that wait decides how likely two of them wait for each other.
 """

@@ -1,4 +1,4 @@
-"""The deallocation race (docs/race.md), and what its cases show."""
+"""Runs the cases of the deallocation race (docs/race.md), and checks what each of them shows."""
 
 from __future__ import annotations
 

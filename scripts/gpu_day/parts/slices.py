@@ -1,4 +1,4 @@
-"""Sequences in slices whose blocks are recomputed. In its backward a block reads again which slice it computes."""
+"""Runs sequences in slices whose blocks are recomputed. In its backward a block asks again which slice it computes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which calls of the host wait until the device is idle. If a receive is posted ahead, and its message depends on the
-next launch, such a call never ends. First launches are such calls, so first steps post no receive ahead."""
+"""Finds the calls of the host that wait until the device is idle. If a receive is posted ahead, and its message depends
+on the next launch, such a call never ends. The first launch of a kernel is such a call."""
 
 from __future__ import annotations
 
