@@ -67,7 +67,7 @@ def scaled_loss(
         check_loss(loss, not options.forward_only)
     if len(outputs) == 3:
         tokens = outputs[1]
-        record.num_tokens += tokens  # in place: a stream of pairs may still read the old sum
+        record.num_tokens += tokens  # in place: another stream may still read the old sum
         if not settings.calculate_per_token_loss:
             if options.whole_sequence is not None:
                 loss, tokens = options.whole_sequence(loss, tokens)
