@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from megatron_pp.comm import failed_transfers
-from megatron_pp.comm.transport import ACT
+from megatron_pp.comm.communicator import Receive, Send
+from megatron_pp.comm.transport import ACT, GRAD
 from megatron_pp.errors import SendBufferError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
-from megatron_pp.testing.memory_transport import MemoryNetwork
+from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryWork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, ToyResult, reference_run, toy_config
@@ -157,6 +158,15 @@ def test_writes_that_are_right(writes: str, way: str) -> None:
     assert run(RIGHT[writes], **WAYS[way]).difference(expected) == 0.0
 
 
+def test_writes_before_and_within_the_backward_of_an_unfinished_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On gloo a small send is known to be done only after it was waited for, here after the backward."""
+    monkeypatch.setattr(MemoryWork, "is_completed", lambda work: False)
+    data, block = ToyData(2), RIGHT["its backward uses its output up"]
+    assert run(block, data, **WAYS["deferred"]).difference(reference_run(2, data, block=block)) == 0.0
+    with pytest.raises(SendBufferError, match="the output of chunk 0, microbatch 0 was written to"):
+        run(writes_later, data, **WAYS["deferred"])
+
+
 @pytest.mark.parametrize("debug", [False, True])
 def test_writes_beside_what_is_sent(debug: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Each microbatch has a part of one tensor, whose writes autograd counts together."""
@@ -183,11 +193,13 @@ def test_writes_are_not_counted_in_inference_mode(debug: bool) -> None:
     assert found.difference(reference_run(2, DATA, forward_only=True)) == 0.0
 
 
-def test_a_handle_of_the_callers_own() -> None:
+def two_communicators() -> list[P2PCommunicator]:
     network = MemoryNetwork(2)
-    sender, receiver = (
-        P2PCommunicator(ThreadGroup(rank, 2), toy_config(), network.transport(rank)) for rank in range(2)
-    )
+    return [P2PCommunicator(ThreadGroup(rank, 2), toy_config(), network.transport(rank)) for rank in range(2)]
+
+
+def test_a_handle_of_the_callers_own() -> None:
+    sender, receiver = two_communicators()
     x = torch.ones(SHAPE)
     handle = sender.post_send(x, 1, ACT)
     x.add_(1.0)
@@ -195,3 +207,20 @@ def test_a_handle_of_the_callers_own() -> None:
     for _ in range(2):
         with pytest.raises(SendBufferError, match="the tensor of a send on channel A, with rank 1, was written to"):
             handle.wait()
+
+
+def test_a_grouped_call_is_over_when_one_of_its_handles_was_waited_for() -> None:
+    one, other = two_communicators()
+    for is_late in (False, True):
+        x = torch.ones(SHAPE)
+        sent, received = one.post_batch([Send(x, 1, ACT), Receive(SHAPE, 1, GRAD, False)])
+        other.post_batch([Send(torch.ones(SHAPE), 0, GRAD), Receive(SHAPE, 0, ACT, False)])
+        if is_late:
+            received.wait()
+            x.add_(1.0)
+            sent.wait()
+        else:
+            x.add_(1.0)
+            received.wait()
+            with pytest.raises(SendBufferError, match="was written to"):
+                sent.wait()
