@@ -40,8 +40,7 @@ def toy_step(
         num_microbatches=data.num_microbatches,
         seq_length=data.seq_length,
         micro_batch_size=data.micro_batch_size,
-        p2p_communicator=communicator,
-        **{"pg_collection": SimpleNamespace(pp=communicator.pp_group), **more},
+        **{"p2p_communicator": communicator, "pg_collection": SimpleNamespace(pp=communicator.pp_group), **more},
     )
 
 

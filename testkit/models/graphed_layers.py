@@ -33,7 +33,7 @@ class StaticGradients:
         return self._buffers[-1].detach()
 
 
-class _InStaticBuffer(torch.autograd.Function):
+class InStaticBuffer(torch.autograd.Function):
     """The identity. Its backward puts the gradient into a static buffer."""
 
     @staticmethod
@@ -52,7 +52,7 @@ class GraphedBlock(ToyBlock):
     gradients: StaticGradients
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(_InStaticBuffer.apply(x, self.gradients))
+        return super().forward(InStaticBuffer.apply(x, self.gradients))
 
 
 def share_static_gradients(chunks: list[Any]) -> None:
