@@ -160,11 +160,3 @@ def test_dropout_follows_from_the_microbatch_and_acts_in_training_only(kind: str
     assert not other(*batch, microbatch=3).equal(losses[0])
     stage.eval()
     assert stage(*batch, microbatch=3).equal(stage(*batch, microbatch=4))
-
-
-def test_chunks_of_a_rank_know_what_they_are() -> None:
-    cut = [[0], [1, 2], [3], [4]]
-    sizes = {"vocab_size": VOCAB, "max_sequence_length": SEQ}
-    chunks = build_gpt_chunks(make_config(), stages=[0, 3], layers_of_stage=cut, **sizes)
-    found = [(c.vp_stage, c.pre_process, c.post_process, list(c.layers)) for c in chunks]
-    assert found == [(0, True, False, ["0"]), (1, False, True, ["4"])]

@@ -33,10 +33,9 @@ def test_files_and_folders_are_read_in_a_fixed_order(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_the_default_text() -> None:
-    text = read_text([], 300_000)
-    assert len(text) == 300_000
+    text = read_text([], 30_000)
+    assert len(text) == 30_000
     assert b"def " in text
-    assert text == read_text([], 300_000)
 
 
 MADE: dict[str, Any] = {
@@ -46,9 +45,6 @@ MADE: dict[str, Any] = {
     "a pipe, which would be waited for": os.mkfifo,
     "a file that nobody can read from its start": lambda path: path.symlink_to("/proc/self/mem"),
 }
-if os.geteuid() != 0:
-    MADE["an unreadable folder"] = lambda path: path.mkdir(0)
-    MADE["an unreadable file"] = lambda path: path.touch(0)
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -56,12 +52,6 @@ def test_paths_without_text_are_refused(tmp_path: Path, kind: str) -> None:
     MADE[kind](path := tmp_path / "given")
     with pytest.raises(DataError, match=rf"{path}.*; give others to --data"):
         read_text([str(path)], 100)
-
-
-def test_the_validation_text_is_the_tail() -> None:
-    training, validation = split_text(bytes(range(100)), 0.2)
-    assert training.tolist() == list(range(80))
-    assert validation.tolist() == list(range(80, 100))
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -81,22 +71,20 @@ def test_an_epoch_holds_every_sample_once(replicas: int) -> None:
     assert steps[:2] != steps[2:], "the second epoch has an order of its own"
 
 
-def test_labels_are_the_tokens_that_follow() -> None:
-    tokens, labels = order_of(200, 3, 2, 1, 5).microbatch(5)
-    assert tokens.shape == labels.shape == (3, 5)
-    assert tokens.dtype == labels.dtype == torch.int64
-    assert torch.equal(labels, tokens + 1)
-
-
-def test_the_order_follows_from_the_seed_and_leaves_the_global_generator_alone() -> None:
+def test_samples_follow_from_the_seed_alone_and_labels_are_the_next_tokens() -> None:
     before = torch.get_rng_state()
-    one, again, other = (order_of(241, 4, 2, 1, 4, seed=seed).microbatch(0)[0] for seed in (1, 1, 2))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
+    one, again, other = (order_of(241, 4, 2, 1, 5, seed=seed).microbatch(0) for seed in (1, 1, 2))
     assert torch.equal(before, torch.get_rng_state())
+    assert one[0].equal(again[0])
+    assert not one[0].equal(other[0])
+    assert one[0].shape == (4, 5)
+    assert torch.equal(one[1], one[0] + 1)
 
 
-def test_short_texts_are_refused_with_the_length_they_need() -> None:
+def test_the_validation_text_is_the_tail_and_short_texts_are_refused_with_the_length_they_need() -> None:
+    training, validation = split_text(bytes(range(100)), 0.2)
+    assert [*training.tolist(), *validation.tolist()] == list(range(100))
+    assert len(validation) == 20
     order_of(121, 2, 3, 2, 10)
     with pytest.raises(DataError, match=r"validation text of 120 bytes .* at least 121 bytes"):
         order_of(120, 2, 3, 2, 10, name="validation")

@@ -31,7 +31,7 @@ from examples.gpt.run_page import steps_to_record, write_page
 from examples.gpt.settings import Settings
 from examples.gpt.trainer import ComputeTimers
 from testkit.training_ranks import handlers_kept
-from tests.unit_tests.examples.test_gpt import WHOLE, gradients_of, make_stages, parameters_of, train_by_hand
+from tests.unit_tests.examples.test_gpt import WHOLE, gradients_of, make_stages, train_by_hand
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +69,6 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert learning_rate(0, Settings(learning_rate=1.0, warmup_steps=0, train_steps=1)) == 1.0
 
 
-def test_adamw_decays_matrices_only() -> None:
-    stages = make_stages(WHOLE)
-    before = {name: p.detach().clone() for name, p in parameters_of(stages).items()}
-    for parameter in parameters_of(stages).values():
-        parameter.grad = torch.zeros_like(parameter)
-    NamedAdamW(stages, Settings(weight_decay=0.5)).step(0.1)
-    for name, parameter in parameters_of(stages).items():
-        assert parameter.grad is None
-        expected = before[name] * 0.95 if parameter.dim() == 2 else before[name]
-        torch.testing.assert_close(parameter.detach(), expected)
-
-
 def test_adamw_equals_torchs_and_imports_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal to the bit, over steps of several learning rates. Importing the compiler would take a second per rank."""
     settings = Settings(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6, weight_decay=0.3)
@@ -99,6 +87,7 @@ def test_adamw_equals_torchs_and_imports_no_compiler(monkeypatch: pytest.MonkeyP
         with monkeypatch.context() as context:
             context.setitem(sys.modules, "torch._dynamo", None)
             optimizer.step(lr)
+        assert all(parameter.grad is None for parameter in ours.parameters())
     tensors = optimizer.tensors()
     for name, parameter in theirs.named_parameters():
         assert torch.equal(tensors[f"model.{name}"], parameter.detach())
@@ -110,16 +99,6 @@ def test_a_rank_without_parameters_takes_its_steps() -> None:
     optimizer = NamedAdamW([torch.nn.ModuleDict()], Settings())
     optimizer.step(1e-3)
     assert optimizer.tensors() == {}
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_repeated_signals_request_one_stop(number: signal.Signals) -> None:
-    with handlers_kept():
-        stop = StopRequest()
-        assert stop.first is None
-        os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)
-        assert stop.first is number
 
 
 def test_a_rank_that_fails_reports_before_a_signal_ends_it(
@@ -178,16 +157,12 @@ def test_the_launchers_last_line_quotes_the_peer_error_of_the_last_start(tmp_pat
 
 def test_timers_add_up_compute_and_nothing_else() -> None:
     timers = ComputeTimers(torch.device("cpu"))
-
-    def seconds(*names: str) -> float:
-        for name in names:
-            timers(name, log_level=2).start()
-            time.sleep(0.02)
-            timers(name).stop()
-        return timers.take_seconds()
-
-    assert seconds("forward-compute", "backward-compute", "forward-recv", "forward-backward") >= 0.04
-    assert seconds() == seconds("forward-recv") == 0.0
+    for name in ("forward-compute", "backward-compute", "forward-recv"):
+        timers(name, log_level=2).start()
+        time.sleep(0.05 if name == "forward-recv" else 0.01)
+        timers(name).stop()
+    assert 0.02 <= timers.take_seconds() < 0.05
+    assert timers.take_seconds() == 0.0
 
 
 VALUES = {"loss": 2.0, "tokens_per_second": 1234.6, "bubble": 0.25, "peak_memory_gib": 1.5, "mfu": 0.123}
@@ -258,32 +233,16 @@ def test_tensorboard_gets_every_value(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 2.0), (3, 2.0)]
 
 
-def test_the_plot_has_a_title_within_it_and_both_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plot_has_its_title_and_both_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = pytest.importorskip("matplotlib.figure")
-    drawn: dict[str, Any] = {}
-    save = figures.Figure.savefig
-
-    def saved(figure: Any, path: Path, **options: Any) -> None:
-        drawn[path.name] = figure
-        save(figure, path, **options)
-        figure.set_dpi(options["dpi"])  # what is measured below is what is in the file
-
-    monkeypatch.setattr(figures.Figure, "savefig", saved)
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, path, **_: drawn.append((figure, path.name)))
     records = [{"step": step, **VALUES} for step in (1, 2, 3)] + [{"step": 3, "validation_loss": 1.5}]
-    (tmp_path / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records))
-    long = "interleaved_seq_1f1b, overlap communication, on cuda: 16 ranks x 12 chunks x 128 replicas, 96 layers of 12"
-    assert plot_loss(tmp_path, long) is None
-    (axes,) = drawn[PLOT].axes
+    # The next line of a run's metrics is not a number, so that line and those after it are not read.
+    lines = [*map(json.dumps, records), '{"step": 4, "loss": "low"}', '{"step": 5, "loss": 2.0}']
+    (tmp_path / METRICS).write_text("\n".join(lines))
+    assert plot_loss(tmp_path, "1f1b on cpu") is None
+    ((figure, name),) = drawn
+    (axes,) = figure.axes
+    assert (name, axes.get_title()) == (PLOT, "1f1b on cpu")
     assert {line.get_label(): len(line.get_xdata()) for line in axes.lines} == {"training": 3, "validation": 1}
-    assert " ".join(axes.get_title().split()) == long
-    box, figure = axes.title.get_window_extent(), drawn[PLOT].bbox
-    assert 0 <= box.x0 < box.x1 <= figure.width
-    assert box.y1 <= figure.height
-
-
-@pytest.mark.parametrize(
-    "line", ['{"step": 2, "loss": "low"}', '{"step": 2, "loss": null}', '{"step": 2, "loss": [1]}']
-)
-def test_metrics_that_are_no_numbers_end_the_records(tmp_path: Path, line: str) -> None:
-    (tmp_path / METRICS).write_text('{"step": 1, "loss": 2.5}\n' + line + '\n{"step": 3, "loss": 2.0}\n')
-    assert read_metrics(tmp_path / METRICS) == [{"step": 1, "loss": 2.5}]

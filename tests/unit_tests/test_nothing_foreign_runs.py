@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("benchmarks", "examples", "megatron_pp", "scripts")
 SOURCES = sorted(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py"))
 RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
