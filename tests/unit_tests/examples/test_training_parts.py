@@ -8,10 +8,8 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from examples.gpt import program
 from examples.gpt.gpt import OUTPUT
 from examples.gpt.metrics import METRICS, PLOT, TENSORBOARD, Recorder, plot_loss, read_metrics
 from examples.gpt.optimizer import GradientClipper, NamedAdamW, learning_rate
-from examples.gpt.process import StopRequest, report
+from examples.gpt.process import report
 from examples.gpt.run_page import steps_to_record, write_page
 from examples.gpt.settings import Settings
 from examples.gpt.trainer import ComputeTimers
-from testkit.training_ranks import handlers_kept
 from tests.unit_tests.examples.test_gpt import WHOLE, gradients_of, make_stages, train_by_hand
 
 
@@ -101,35 +97,6 @@ def test_a_rank_without_parameters_takes_its_steps() -> None:
     assert optimizer.tensors() == {}
 
 
-def test_a_rank_that_fails_reports_before_a_signal_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The launcher sends SIGTERM when another rank has failed, at any point of this one's end."""
-
-    def failing(argv: list[str]) -> None:
-        StopRequest()
-        raise OSError(5, "the disk has gone away")
-
-    def signalled(*_: Any, **__: Any) -> list[str]:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return ["the stack\n"]
-
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file(tmp_path, 0))
-    monkeypatch.setattr(program, "train", failing)
-    monkeypatch.setattr(traceback, "format_exception", signalled)
-    with handlers_kept():
-        assert program.main([]) == 1
-    assert "the disk has gone away" in Path(error_file(tmp_path, 0)).read_text()
-    assert capsys.readouterr().err == "the stack\n"
-
-
-def error_file(folder: Path, local_rank: int) -> str:
-    """Torchrun's, of a rank."""
-    path = folder / "none_1" / "attempt_0" / str(local_rank) / "error.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return str(path)
-
-
 def test_a_rank_without_its_error_folder_prints_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,29 +106,28 @@ def test_a_rank_without_its_error_folder_prints_its_error(
 
 
 def test_the_launchers_last_line_quotes_the_peer_error_of_the_last_start(tmp_path: Path) -> None:
-    said = {(0, 0): "ValueError: old", (1, 0): "OSError: gone\nmore", (1, 1): "PipelinePeerError: rank 0 raised\nmore"}
     failure = ProcessFailure(local_rank=1, pid=7, exitcode=1, error_file="none")
     with mock.patch.dict(os.environ):  # which it changes
         from scripts import launch
     lines = [launch.summary(5, failure, tmp_path)]
-    for (start, local_rank), message in said.items():
-        path = tmp_path / "none_1" / f"attempt_{start}" / str(local_rank)
-        path.mkdir(parents=True)
-        (path / "error.json").write_text(json.dumps({"message": {"message": message}}))
+    for place, message in (("0/0", "ValueError: old"), ("1/0", "OSError: gone"), ("1/1", "PipelinePeerError: raised")):
+        path = tmp_path / "none_1" / f"attempt_{place}" / "error.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"message": {"message": f"{message}\nmore"}}))
         lines.append(launch.summary(5, failure, tmp_path))
-    (tmp_path / "none_1" / "attempt_1" / "1" / "error.json").write_text('{"message": {"mess')
+    path.write_text('{"message": {"mess')  # cut short by a signal
     lines.append(launch.summary(5, failure, tmp_path))
     ended = ["rank 5 (pid 7) ended with exit code 1", "rank 4: ValueError: old", "rank 4: OSError: gone"]
-    assert lines == [f"launch.py: failed: {line}" for line in (*ended, "rank 0 raised", ended[2])]
+    assert lines == [f"launch.py: failed: {line}" for line in (*ended, "raised", ended[2])]
 
 
 def test_timers_add_up_compute_and_nothing_else() -> None:
     timers = ComputeTimers(torch.device("cpu"))
     for name in ("forward-compute", "backward-compute", "forward-recv"):
         timers(name, log_level=2).start()
-        time.sleep(0.05 if name == "forward-recv" else 0.01)
+        time.sleep(0.01)
         timers(name).stop()
-    assert 0.02 <= timers.take_seconds() < 0.05
+        assert (timers.take_seconds() >= 0.01) == (name != "forward-recv")
     assert timers.take_seconds() == 0.0
 
 
@@ -206,12 +172,9 @@ def test_a_terminal_has_a_bar_with_the_time_left(tmp_path: Path, monkeypatch: py
     assert not drawn[-1].strip()
 
 
-@pytest.mark.parametrize(
-    ("done", "last", "steps"), [(0, 400, "8-10"), (0, 9, "7-9"), (0, 2, "1-2"), (4, 8, "6-8"), (90, 400, "98-100")]
-)
-def test_some_steps_of_every_start_are_recorded(done: int, last: int, steps: str) -> None:
-    assert steps_to_record(done, last) == steps
-    assert steps_to_record(last, last) is None
+def test_some_steps_of_every_start_are_recorded() -> None:
+    starts = {(0, 400): "8-10", (0, 9): "7-9", (0, 2): "1-2", (4, 8): "6-8", (90, 400): "98-100", (8, 8): None}
+    assert {start: steps_to_record(*start) for start in starts} == starts
 
 
 def test_the_page_of_a_run_without_traces_has_its_charts(tmp_path: Path) -> None:
