@@ -47,7 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = build_plan(PlanSpec("zb_v", RANKS, 2, MICROBATCHES, policy="overlap"))
     for name, form in FILES.items():
         save_plan(plan, folder / name, form)
-    train(RANKS, folder, *(flags_of(name, folder) for name in (*RUN, *FILES, *NO_SCHEDULE)))
+    output = train(RANKS, folder, *(flags_of(name, folder) for name in (*RUN, *FILES, *NO_SCHEDULE)))
+    (folder / "output.txt").write_text(output)
     return folder
 
 
@@ -76,30 +77,29 @@ def test_a_split_output_layer_takes_the_steps_of_1f1b_but_for_rounding(folder: P
         assert len(numbers(folder / "runs" / name)) == len(expected)
 
 
-def test_the_script_makes_the_chunks_that_a_schedule_needs_and_reports_split_layers(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_reports_its_chunks_and_libraries_and_how_it_splits_the_backward(folder: Path) -> None:
+    lines = (folder / "output.txt").read_text().splitlines()
+    schedule = f"{folder / 'pytorch.csv'}, overlap communication, on cpu: 2 ranks x 2 chunks x 1 replica, "
+    (first,) = [number for number, line in enumerate(lines) if line.startswith(schedule)]
+    # The first and the last stage have two layers of four linear maps, the embedding, the output and five norms.
+    backward = "of rank 0, 10 layers defer their weight gradients, 0 do so themselves, 5 compute all gradients at once"
+    assert lines[first + 2 : first + 5] == [
+        "layers: torch; norms: torch LayerNorm",
+        "optimizer: torch AdamW (fused=False)",
+        f"backward: split; {backward}",
+    ]
+
+
+def test_the_script_starts_two_chunks_unless_a_schedule_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    schedule = str(folder / "pytorch.csv")
     python = tmp_path / "python"  # prints what the script would start
     python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     python.chmod(0o755)
     monkeypatch.setenv("MEGATRON_PP_PYTHON", str(python))
     monkeypatch.setenv("NPROC", str(RANKS))
-    script = str(ROOT / "scripts" / "train.sh")
-    sliced = subprocess.run(["bash", script, "--sequence-slices", "4"], capture_output=True, text=True, check=True)
-    assert sliced.stdout.splitlines()[-4:] == NO_SCHEDULE["slices"]
-    asked = [*SIZES, "--pipeline-schedule", schedule, "--run-dir", str(folder / "runs" / "script")]
-    started = subprocess.run(["bash", script, *asked], capture_output=True, text=True, check=True).stdout.splitlines()
-    launcher, program = (str(ROOT / "scripts" / name) for name in ("launch.py", "train.py"))
-    assert started[:5] == [launcher, "--standalone", "--nproc-per-node", str(RANKS), program]
-    flags = started[5:]
-    assert flags == ["--overlap-p2p-comm", "--num-layers", "4", *asked]
-    first, _, layers, optimizer, backward = train(RANKS, folder, flags).splitlines()[:5]
-    assert first.startswith(f"{schedule}, overlap communication, on cpu: 2 ranks x 2 chunks x 1 replica,")
-    assert (layers, optimizer) == ("layers: torch; norms: torch LayerNorm", "optimizer: torch AdamW (fused=False)")
-    # The first and the last stage have two layers of four linear maps, the embedding, the output and five norms.
-    assert backward == (
-        "backward: split; of rank 0, 10 layers defer their weight gradients, 0 do so themselves, 5 compute all "
-        "gradients at once"
-    )
-    assert numbers(folder / "runs" / "script") == numbers(folder / "runs" / "1f1b")
+    script, launcher, program = (str(ROOT / "scripts" / name) for name in ("train.sh", "launch.py", "train.py"))
+    common = [launcher, "--standalone", "--nproc-per-node", "2", program, "--overlap-p2p-comm", "--num-layers", "4"]
+    for asked, added in ((["--sequence-slices", "4"], NO_SCHEDULE["slices"][:2]), (["--pipeline-schedule", "x"], [])):
+        started = subprocess.run(["bash", script, *asked], capture_output=True, text=True, check=True).stdout
+        assert started.splitlines() == [*common, *added, *asked]

@@ -135,10 +135,13 @@ VALUES = {"loss": 2.0, "tokens_per_second": 1234.6, "bubble": 0.25, "peak_memory
 SAID = "step {}/4: loss 2.000, 1,235 tokens/s, bubble 25%, 1.50 GiB, MFU 12.3%"
 
 
-def test_the_first_rank_writes_metrics_as_lines_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Later ones, and one that was being written, are dropped when the run goes on."""
+def test_the_first_rank_writes_metrics_as_lines_of_json_and_to_tensorboard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records of later steps, and one that was being written, are dropped when the run goes on."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for folder, done in ((None, 0), (tmp_path, 0), (tmp_path, 2)):
-        recorder = Recorder(folder, done, Settings(train_steps=4, log_interval=2, tensorboard=False))
+        recorder = Recorder(folder, done, Settings(train_steps=4, log_interval=2))
         for step in range(done + 1, 5):
             recorder.record(step, **VALUES)
         recorder.record(4, validation_loss=1.5)
@@ -149,6 +152,9 @@ def test_the_first_rank_writes_metrics_as_lines_of_json(tmp_path: Path, capsys: 
     assert read_metrics(tmp_path / METRICS) == [*expected, {"step": 4, "validation_loss": 1.5}]
     ends = [SAID.format(4), "step 4: validation loss 1.500"]
     assert capsys.readouterr().out.splitlines() == [SAID.format(2), *ends, *ends]
+    events = accumulator.EventAccumulator(str(tmp_path / TENSORBOARD)).Reload()
+    assert set(events.Tags()["scalars"]) == {*VALUES, "validation_loss"}
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(step, 2.0) for step in (1, 2, 3, 4)]
 
 
 class _Terminal(io.StringIO):
@@ -182,18 +188,6 @@ def test_the_page_of_a_run_without_traces_has_its_charts(tmp_path: Path) -> None
     page = write_page(tmp_path, tmp_path / "traces", "1f1b on <cpu>").read_text()
     assert [page.count(word) for word in ("<figure>", "<canvas", "there are no traces", "&lt;cpu&gt;")] == [4, 0, 1, 2]
     assert not re.search(r"(?:src|href)\s*=|@import|url\(|https?://", page)
-
-
-def test_tensorboard_gets_every_value(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for done in (0, 2):  # the second run continues after step 2
-        recorder = Recorder(tmp_path, done, Settings())
-        for step in range(done + 1, 4):
-            recorder.record(step, **VALUES)
-        recorder.close()
-    events = accumulator.EventAccumulator(str(tmp_path / TENSORBOARD)).Reload()
-    assert set(events.Tags()["scalars"]) == set(VALUES)
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 2.0), (3, 2.0)]
 
 
 def test_the_plot_has_its_title_and_both_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
