@@ -151,6 +151,11 @@ def test_no_mutant_whose_gradients_are_not_reduced_once_is_accepted(schedule: st
             EXPLICIT,
             "ENABLE_GRAD_SYNC0 and GRAD_SYNC0: a rank synchronises its gradients by hooks",
         ),
+        (
+            "F0.0 I0.0 W0.0 F0.1 ENABLE_GRAD_SYNC0 I0.1 W0.1 GRAD_SYNC0",
+            EXPLICIT,
+            "ENABLE_GRAD_SYNC0 and GRAD_SYNC0: a rank synchronises its gradients by hooks",
+        ),
     ],
 )
 def test_sync_mutants_that_were_accepted_once_are_refused(program: str, sync: str, words: str) -> None:

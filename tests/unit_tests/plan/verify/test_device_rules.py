@@ -121,6 +121,10 @@ def test_a_gradient_on_its_way_two_backwards_later_is_refused() -> None:
     assert "F0.2" in refusal(edited(plan, 1, "move FREE_B0.0 behind F0.2"), STATIC_BUFFERS)
 
 
+def test_a_gradient_that_is_sent_before_the_next_backward_is_accepted() -> None:
+    verify(lowered_plan(PlanSpec("1f1b", 2, 1, 6, policy="plain")), device=(STATIC_BUFFERS,))
+
+
 def test_a_gradient_hand_off_that_comes_too_late_is_refused() -> None:
     """Within a rank nothing is sent, but the gradient lies in the same buffer until it is used."""
     verify(lowered_plan(PlanSpec("breadth_first", 1, 2, 2)), device=(STATIC_BUFFERS,))

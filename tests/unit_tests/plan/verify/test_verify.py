@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp.plan.builder import lowered_plan
+from megatron_pp.plan.ir.ledger import Memory
 from megatron_pp.plan.ir.spec import EXPLICIT, Plan, PlanSpec
+from megatron_pp.plan.verify.lifetime import LifetimeWalk
 from megatron_pp.plan.verify.verifier import verify
 from testkit.inputs.plan_text import edited, refusal, rows, with_programs
 
@@ -31,6 +33,18 @@ def test_the_verdict_says_what_the_plan_needs() -> None:
     assert [peaks.each.pending_sends for peaks in verdict.ranks] == [1, 1, 1, 1]  # waited at once
     text = str(verdict)
     assert text.startswith("deadlock-free, every send waited before its buffer is released; peak on rank 1: ")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        PlanSpec("1f1b", 2, 1, 2, param_sync=True),  # one chunk has no parameter sync
+        # A parameter sync stands directly before the last backward of its chunk, and is no gradient sync for it.
+        PlanSpec("zb_v", 1, 2, 1, param_sync=True, grad_sync=EXPLICIT),
+    ],
+)
+def test_verify_accepts_the_shortest_plans_with_syncs(spec: PlanSpec) -> None:
+    verify(lowered_plan(spec))
 
 
 # -- refuses ----------------------------------------------------------------------------------------------------------
@@ -174,6 +188,18 @@ def test_verify_refuses_messages_that_cross_on_a_channel() -> None:
     )
 
 
+def test_verify_refuses_forwards_out_of_the_order_of_the_data_iterator() -> None:
+    """The plan has no compute order of its own, and nothing else is wrong with it."""
+    plan = replace(lowered_plan(PlanSpec("gpipe", 2, 1, 2, forward_only=True)), orders=())
+    receives = "RECV_F0.0 RECV_F0.1 WAIT_F0.0 WAIT_F0.1"
+    sends = "F0.0 F0.1 SEND_F0.0 SEND_F0.1 FREE_F0.0 FREE_F0.1"
+    verify(with_programs(plan, sends, f"{receives} F0.0 F0.1"))
+    assert refusal(with_programs(plan, sends, f"{receives} F0.1 F0.0")) == (
+        "rank 1: F0.1 (forward of chunk 0, microbatch 1): the next forward of chunk 0 is that of microbatch 0: the "
+        "data iterator gives them in order"
+    )
+
+
 def test_verify_refuses_a_batch_that_waits_for_a_later_batch() -> None:
     """A batch completes as a whole: what is in it together must be answered together."""
     plan = lowered_plan(PlanSpec("1f1b", 2, 1, 2, policy="batched"))
@@ -210,5 +236,19 @@ def test_deallocation_changes_the_memory_and_not_the_verdict() -> None:
     plan = lowered_plan(PlanSpec("1f1b", 4, 1, 8))
     with_it, without = verify(plan), verify(plan, deallocate=False)
     assert [peaks.each.outputs for peaks in without.ranks] == [4, 3, 2, 0]
-    assert with_it.ranks[0].each.outputs < without.ranks[0].each.outputs
+    assert [peaks.each.outputs for peaks in with_it.ranks] == [2, 2, 2, 0]
     assert with_it.ranks[0].each.in_flight == without.ranks[0].each.in_flight
+    # Nothing keeps the outputs of an evaluation once they are sent.
+    evaluation = replace(plan.spec, forward_only=True)
+    assert verify(lowered_plan(evaluation), deallocate=False).ranks == verify(lowered_plan(evaluation)).ranks
+
+
+@pytest.mark.parametrize("deallocate", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_no_tensor_is_alive_at_the_end_of_a_plan(schedule: str, deallocate: bool) -> None:
+    plan = lowered_plan(PlanSpec(schedule, 4, 2 if schedule == "zb_v" else 1, 8))
+    for rank in range(4):
+        walk = LifetimeWalk(plan, rank, deallocate)
+        *_, alive = walk.tensors()
+        assert alive == 0
+        assert not any(walk.now), Memory(*walk.now)
