@@ -70,9 +70,13 @@ class Heartbeat:
         self._published_at = 0.0
 
     def wake(self) -> None:
-        """Called at the start of a step if the thread is ``parked``."""
+        """Called at the start of a step if the thread is ``parked``, which it is until the first step starts it."""
         with self.lock:
-            self._start()
+            if self._thread is None and not self.closed:
+                name = f"megatron_pp heartbeat {self._tracker.rank}"
+                self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+                self._thread.start()
+                call_at_exit(self.close)
             self.lock.notify_all()
 
     def publish(self, record: Entry | Failure, seconds: float) -> bool:
@@ -82,7 +86,6 @@ class Heartbeat:
             self._outbox.append(record)
             self._entering = isinstance(record, Entry)
             self._fast = True
-            self._start()
             self.lock.notify_all()
             return self.lock.wait_for(lambda: self.closed or record not in self._outbox, seconds)
 
@@ -105,13 +108,6 @@ class Heartbeat:
             thread = self._thread
         if wait and thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN)
-
-    def _start(self) -> None:
-        if self._thread is None and not self.closed:
-            name = f"megatron_pp heartbeat {self._tracker.rank}"
-            self._thread = threading.Thread(target=self._run, daemon=True, name=name)
-            self._thread.start()
-            call_at_exit(self.close)
 
     def _run(self) -> None:
         self.parked = False
@@ -166,7 +162,7 @@ class Heartbeat:
             record = self._outbox[0]
             if isinstance(record, Entry):
                 self.store.publish(record)
-                self._remove(record)
+                self._remove_first()
                 continue
             self.store.publish_failure(record)
             try:
@@ -175,12 +171,12 @@ class Heartbeat:
                     self.peers.failure = known or self.peers.failure
                 self.store.note_failure_read()
             finally:
-                self._remove(record)
+                self._remove_first()
 
-    def _remove(self, record: Entry | Failure) -> None:
+    def _remove_first(self) -> None:
+        """Only this thread removes records: the first one is the one that was sent."""
         with self.lock:
-            if self._outbox and self._outbox[0] is record:
-                self._outbox.popleft()
+            self._outbox.popleft()
             self.lock.notify_all()
 
     def _publish_progress(self, here: Progress | None) -> None:

@@ -35,7 +35,6 @@ class TrackerOfDevice(Tracker):
     def begin(
         self, source: Source, entering: bool = False, phase: str = "", agreement: int = 0, number: str = ""
     ) -> None:
-        self._host_moved_at = time.monotonic()
         self._thread = threading.get_ident()
         super().begin(source, entering, phase, agreement, number)
 

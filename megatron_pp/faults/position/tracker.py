@@ -62,12 +62,10 @@ class Tracker:
         self.number = number
         self.step += source.plan is not None
         self.phase = phase
-        self.failed = ""
         self._moved_at = time.monotonic()
         # Publish ``source`` last: observers must never pair the new step with the old plan. ``observe`` reads what is
         # assigned here in the opposite order, for the same reason.
         self.source = source
-        self.after = ""
 
     def end(self, after: str = "") -> None:
         """End for the host what ``begin`` began. ``after``: the next phase, if it is watched."""

@@ -148,6 +148,14 @@ def test_an_interruption_ends_the_wait_and_every_later_one(threads: ChannelThrea
     go.set()
 
 
+def test_after_an_interruption_no_thread_begins(threads: ChannelThreads) -> None:
+    """It would wait for ever for what its channel is given."""
+    threads.interrupt("a rank has failed")
+    with pytest.raises(InterruptedTransferError, match="a rank has failed"):
+        threads.follow("a channel", Posted()).wait(PATIENCE)
+    assert not threads._threads
+
+
 def test_a_finished_transfer_keeps_no_tensor(threads: ChannelThreads) -> None:
     """The work holds the tensor: where the thread kept it, memory would come back one transfer late."""
     posted = Posted()

@@ -27,7 +27,7 @@ from megatron_pp.faults.consistency import (
     last_change,
 )
 from megatron_pp.faults.histories import Difference, difference, entries_in, find_late_mismatch, in_force
-from megatron_pp.faults.position.tracker import Tracker
+from megatron_pp.faults.position.tracker import Outside, Tracker
 from megatron_pp.faults.store.records import DONE, ENTERING, IN_STEP, Entry, Progress
 from megatron_pp.testing.threads import run_ranks
 from testkit.thread_runs.guarded_ranks import Call, Outcome, published_entries, run_programs
@@ -148,6 +148,11 @@ CASES = {
         GOES_BACK, M, {0: "8", 1: "4"}, step=3, there=Progress(3, IN_STEP, history=(3, 0, 1, 1, 2, 2, 3, 1))
     ),
 }
+
+
+def test_a_rank_that_has_passed_the_step_is_not_compared() -> None:
+    """It does so only after all have agreed, and may have entered its next step with another plan."""
+    assert find_mismatch(0, both((5, {M: "8"}), (6, {M: "4"})), 5) is None
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -304,6 +309,19 @@ def test_the_first_sign_of_a_step_says_that_plans_are_compared() -> None:
     tracker.begin(source)
     seen.append(tracker.observe())
     assert [record and (record.step, record.state) for record in seen] == [(1, ENTERING), (1, IN_STEP), (2, IN_STEP)]
+
+
+def test_the_same_work_again_is_not_idle_since_the_first_time() -> None:
+    """Else a rank that takes an hour between two optimizer steps would be in a stall at the second."""
+    tracker = Tracker(0, 2)
+    for _ in range(2):
+        begun = time.monotonic()
+        tracker.begin(Outside(), phase="the optimizer")
+        seen = tracker.observe()
+        assert seen is not None
+        assert seen.idle <= time.monotonic() - begun + 0.001
+        time.sleep(0.02)  # the place does not change
+        tracker.end()
 
 
 def _keys(seed: int) -> Iterator[int]:
