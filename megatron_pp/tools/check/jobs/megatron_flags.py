@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def _path_of(name: str, module: bool) -> str:
         if not Path(name).is_file():
             problem = "is a folder, not a script" if Path(name).is_dir() else "does not exist"
             raise UnreadableError(f"{name} {problem}; check reads a script with its flags, or a file of settings")
+        _check_is_source(name)
         return name
     sys.path.insert(0, "")
     try:
@@ -107,6 +109,18 @@ def _path_of(name: str, module: bool) -> str:
     if spec is None or spec.origin is None:
         raise UnreadableError(f"there is no module {name!r}; -m needs the name of a module, such as my_project.train")
     return spec.origin
+
+
+def _check_is_source(path: str) -> None:
+    """Raises UnreadableError if Python cannot decode the file: a binary, or text in another encoding than it names."""
+    try:
+        with tokenize.open(path) as file:
+            text = file.read()
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8, nor in an encoding it names"
+        raise UnreadableError(f"{path} cannot be read as a Python script: {why}") from error
+    if "\0" in text:
+        raise UnreadableError(f"{path} cannot be read as a Python script: it is a binary file")
 
 
 def _asked(request: Mapping[str, Any], patience: float) -> dict[str, Any]:

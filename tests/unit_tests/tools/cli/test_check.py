@@ -34,6 +34,20 @@ def test_an_unreadable_job_file_is_reported_in_one_sentence(command, words, comp
     assert_refused(command(f"check {words}"), 2, "megatron-pp check: ", complaint)
 
 
+def test_a_script_that_is_not_text_is_refused(command, tmp_path):
+    for name, content in (("model.py", b"\x80\x02"), ("launch", b"\x7fELF\x02\x01\x01\x00"), ("cut.py", b"x = 1\xff")):
+        (tmp_path / name).write_bytes(content)
+        complaint = f"{name} cannot be read as a Python script: it is "
+        assert_refused(command(f"check --gpus 8 {tmp_path / name} --num-layers 4"), 2, "megatron-pp check: ", complaint)
+
+
+def test_a_script_in_another_encoding_that_it_names_is_read(command, tmp_path):
+    (tmp_path / "train.py").write_bytes("# -*- coding: latin-1 -*-\nname = 'Müller'\n".encode("latin-1"))
+    code, said, _ = command(f"check --gpus 8 {tmp_path / 'train.py'} --num-layers 4")
+    assert code != 2
+    assert "on 8 GPUs" in said
+
+
 def test_a_recipe_function_is_called(command, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     (tmp_path / "my_recipes.py").write_text(
