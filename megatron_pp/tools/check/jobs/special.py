@@ -85,7 +85,9 @@ def _bridge(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     packed = values.get("dataset.packed_sequence_specs.packed_sequence_size")
     if isinstance(packed, int) and packed > 0:
         values["dataset.packed_sequence_specs"] = True  # packed sequences, as with Megatron's --sft
-    order = {name: at for at, name in enumerate(("optimizer", "model", "mixed_precision", "ddp", "comm_overlap"))}
+    if isinstance(values.get("mixed_precision"), str):
+        values.pop("ddp.grad_reduce_in_fp32", None)  # the named precision sets it anew
+    order = {name: at for at, name in enumerate(("optimizer", "model", "ddp", "mixed_precision", "comm_overlap"))}
     keys = sorted(values, key=lambda key: order.get(key.partition(".")[0], len(order)))
     return {key: values[key] for key in keys}, found
 

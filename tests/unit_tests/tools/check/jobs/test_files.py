@@ -150,6 +150,23 @@ def test_changes_are_read_as_hydra_has_them(tmp_path: Path) -> None:
         read(tmp_path, "bridge.yaml", BRIDGE, "--seq-length", "3")
 
 
+@pytest.mark.parametrize(
+    ("changes", "in_bf16"),
+    [
+        (["ddp.grad_reduce_in_fp32=true"], False),
+        (["ddp.grad_reduce_in_fp32=false"], True),
+        (["ddp.grad_reduce_in_fp32=false", "mixed_precision=bf16_mixed"], False),
+        (["ddp.grad_reduce_in_fp32=false", "mixed_precision.grad_reduce_in_fp32=true"], False),
+        (["ddp.grad_reduce_in_fp32=true", "mixed_precision.grad_reduce_in_fp32=false"], True),
+    ],
+)
+def test_the_type_of_gradients_in_megatron_bridge(tmp_path: Path, changes: list[str], in_bf16: bool) -> None:
+    """Megatron-Bridge's `MixedPrecisionConfig.setup` overwrites the value of `ddp`."""
+    job = read(tmp_path, "recipe.yaml", "model: {num_layers: 8, bf16: true}\ntrain: {global_batch_size: 8}\n", *changes)
+    assert job.framework == "megatron-bridge"
+    assert bool(job.get("grad_reduce_in_bf16")) is in_bf16
+
+
 def test_sequence_lengths_of_megatron_bridge_must_agree(tmp_path: Path) -> None:
     job = read(tmp_path, "bridge.yaml", BRIDGE, "dataset.sequence_length=8192")
     assert [one.level for one in job.found if one.name == "sequence-lengths-differ"] == [ERROR]
