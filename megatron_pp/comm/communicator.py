@@ -171,8 +171,7 @@ class P2PCore:
         if like is None:
             like = torch.empty((), dtype=self.dtype, device=self.device).expand(shape)
             self._templates.put(tuple(shape), like, _TEMPLATE)
-        buffer = torch.empty_like(like)
-        return buffer.requires_grad_() if requires_grad else buffer
+        return torch.empty_like(like, requires_grad=requires_grad)
 
     def require_dtype(self) -> None:
         """Raises P2PTypeError if ``pipeline_dtype`` is not set: a receive needs it for its buffer."""

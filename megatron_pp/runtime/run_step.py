@@ -100,6 +100,11 @@ def _executor(step: Step, host: Host, plan: Plan, steps: Any, watching: Sequence
     _, received, sent = step.messages
     if received is not None or sent is not None:  # the stages give each other dicts
         steps = load("named_tensors").NamedSteps(steps, received, sent, of_rank.is_last_stage)
+    features = host.features(step, plan, steps)
+    if step.weights is not None and not plan.spec.forward_only:
+        from megatron_pp.runtime.engine.split_backwards import SplitBackwards
+
+        features = [SplitBackwards(step.weights), *features]
     return executor_for(communicator)(
         plan,
         communicator,
@@ -109,9 +114,8 @@ def _executor(step: Step, host: Host, plan: Plan, steps: Any, watching: Sequence
         deallocate=settings.deallocate_pipeline_outputs,
         max_pending_sends=settings.max_pending_sends,
         message_bytes=of_rank.largest,
-        weights=step.weights,
         graph_in_evaluation=host.graph_in_evaluation,
-        features=host.features(step, plan, steps),
+        features=features,
         tasks=of_rank.tasks,
         observer=nested(*watching) if any(watching) else None,
     )

@@ -24,6 +24,7 @@ from megatron_pp.runtime.engine.compute import Shapes
 from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.runtime.engine.gradient_hooks import SyncHooks
 from megatron_pp.runtime.engine.model_steps import ModelSteps, StepOptions
+from megatron_pp.runtime.engine.split_backwards import SplitBackwards
 from megatron_pp.runtime.own_host import kind_of_steps
 from megatron_pp.runtime.step_features import hooks_of
 from megatron_pp.runtime.step_hooks import runners
@@ -223,24 +224,25 @@ class _RankRun:
         self.watch.weights = weights
         given = not prepares_in_forward(self.plan, self.rank), last_reentry(self.plan, self.rank)
         hooks = SyncHooks(settings, self.chunks, *given)
+        others = runners(
+            self.plan,
+            hooks_of(self.plan),
+            communicator=core,
+            chunks=self.chunks,
+            steps=steps,
+            shapes=shapes,
+            lengths=lengths,
+            graphs=False,
+            settings=settings,
+        )
+        split = [] if self.plan.spec.forward_only else [SplitBackwards(weights)]  # type: ignore[arg-type]
         executor(
             self.plan,
             core,
             steps,
             hooks,
             shapes,
-            weights=weights,
-            features=runners(
-                self.plan,
-                hooks_of(self.plan),
-                communicator=core,
-                chunks=self.chunks,
-                steps=steps,
-                shapes=shapes,
-                lengths=lengths,
-                graphs=False,
-                settings=settings,
-            ),
+            features=[*split, *others],
         ).run()
         self.reports = steps.record.data
         if core.pending:

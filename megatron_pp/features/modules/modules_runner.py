@@ -96,8 +96,8 @@ class ModulesRunner:
         handlers[FORWARD], handlers[BACKWARD] = self._forward, self._backward
         handlers |= dict.fromkeys(ins.RECV_OPS | ins.SEND_OPS, self._post)
         handlers |= dict.fromkeys(ins.WAIT_OPS, self._wait)
-        engine.named_request = self._request
-        engine.named_release = self._released
+        engine.calls.named_request = self._request
+        engine.calls.named_release = self._released
 
     def _request(self, at: Task) -> Send | Receive:
         channel = _CHANNEL[KIND_OF[at.op]]
@@ -118,7 +118,7 @@ class ModulesRunner:
         given, joined = self._collected(FORWARD, cell)
         for tensor in given.values():
             tensor.requires_grad_(self.graphs)
-        output = self.engine.call_forward(at, given)
+        output = self.engine.calls.forward(at, given)
         sends = self._part_out(
             self.edges[FORWARD][at.chunk].sent, at.mb, lambda edge: self._output_of(edge, output), {}
         )
@@ -150,7 +150,7 @@ class ModulesRunner:
         given = self.inputs.pop(cell)
         output = self.outputs.pop(cell)
         joined = self.joined.pop(cell, {})
-        grads = engine.call_backward(at, given, output, self._collected(BACKWARD, cell)[0])
+        grads = engine.calls.backward(at, given, output, self._collected(BACKWARD, cell)[0])
 
         def grad_of(edge: Edge) -> Tensor:
             grad: Tensor | None = grads[edge.module]

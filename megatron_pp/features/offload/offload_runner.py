@@ -173,7 +173,7 @@ class Offloads:
             LOAD: self.load,
             WAIT_LOAD: self.wait_load,
         }
-        engine.run_forward = partial(self._run_forward, engine.run_forward or engine.call_forward)
+        engine.calls.forward = partial(self._run_forward, engine.calls.forward)
 
     def _run_forward(self, call: Callable[..., Any], at: Task, given: Any) -> Any:
         return call(at, each_tensor(view_of, given) if at.key in self.keys else given)

@@ -116,10 +116,11 @@ class SkipRunner:
             named = self._wait if op in ins.WAIT_OPS else self._post
             handlers[op] = partial(_by_name, handlers[op], named)
         handlers[DROP] = self._drop
-        engine.named_request = self.request
-        engine.named_release = self.finish
-        engine.run_forward = partial(self.forward, engine.run_forward or engine.call_forward)
-        engine.run_backward = partial(self._backward, engine.run_backward or engine.call_backward)
+        calls = engine.calls
+        calls.named_request = self.request
+        calls.named_release = self.finish
+        calls.forward = partial(self.forward, calls.forward)
+        calls.backward = partial(self._backward, calls.backward)
 
     def _post(self, at: Task) -> None:
         self.engine.post(at, self.request(at))

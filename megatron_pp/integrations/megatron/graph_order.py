@@ -10,7 +10,7 @@ Fine-grained offloading copies activations back in the backward order of Megatro
 the activations of the k-th forward in that order, whichever backward it is (``PipelineOffloadManager.flush``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from itertools import chain, zip_longest
 from operator import methodcaller
@@ -87,7 +87,7 @@ class LocalGraphs(StepObserver):
         """In evaluation, protect outputs that are being sent: no backward delays the next graphs, which overwrite
         them."""
         if self.captured is not None and engine.plan.spec.forward_only:
-            engine.run_forward = partial(_copy_of_forward, engine.run_forward or engine.call_forward)
+            engine.features = [_CopiedOutputs(), *engine.features]
 
     def after_step(self, step: Any, plan: Any, guard: Any) -> None:
         if self.captured is None and not plan.spec.forward_only:
@@ -98,8 +98,17 @@ class LocalGraphs(StepObserver):
 _LOCAL_GRAPHS: ObjectTable[LocalGraphs] = ObjectTable()
 
 
-def _copy_of_forward(call: Callable[..., Any], at: Any, given: Any) -> Any:
-    return each_tensor(methodcaller("clone"), call(at, given))
+class _CopiedOutputs:
+    """The part of the engine that gives copies of what a chunk has returned."""
+
+    tables: Mapping[str, Mapping[Any, Any]] = {}
+
+    def attach(self, engine: Any, handlers: Any) -> None:
+        engine.calls.forward = partial(self._copy_of_forward, engine.calls.forward)
+
+    @staticmethod
+    def _copy_of_forward(call: Callable[..., Any], at: Any, given: Any) -> Any:
+        return each_tensor(methodcaller("clone"), call(at, given))
 
 
 def _runs(spec: PlanSpec) -> list[list[Instruction]]:

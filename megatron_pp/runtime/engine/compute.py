@@ -58,9 +58,7 @@ def timed_backward(
     output_grad: Activation,
     grad_scale_func: Callable[[Any], Any] | None,
 ) -> Activation:
-    """``backward_through``, timed by Megatron's timers if the config has any."""
-    if timers is None:
-        return backward_through(input_tensor, output, output_grad, grad_scale_func)
+    """``backward_through``, timed by Megatron's ``timers``."""
     timers("backward-compute", log_level=2).start()
     grad = backward_through(input_tensor, output, output_grad, grad_scale_func)
     timers("backward-compute").stop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,7 +29,6 @@ from megatron_pp.runtime.engine.gradient_hooks import SyncHooks
 
 if TYPE_CHECKING:
     from megatron_pp.runtime.engine.parts import Steps
-    from megatron_pp.weight_grad.store import WeightGradStore
 
 Handler = Callable[[Task], None]
 
@@ -42,17 +41,36 @@ class Feature(Protocol):
         """The feature's tables of the step, which must be empty at the end; an error calls them by these names."""
 
     def attach(self, engine: PlanExecutor, handlers: dict[str, Handler]) -> None:
-        """Add the feature's handlers, by op, to ``handlers``, and replace the calls of ``engine`` that it changes."""
+        """Add the feature's handlers, by op, to ``handlers``, and replace the ``calls`` of ``engine`` that it
+        changes."""
+
+
+def _no_names(at: Task) -> Any:
+    raise AssertionError(f"{at.instruction}: no feature of this step gives messages names; this is a fault of the plan")
+
+
+@dataclass
+class Calls:
+    """What the handlers of a step call. A feature may put a call of its own around one that it finds here.
+
+    forward        of a chunk, with its input
+    backward       of a chunk, with its input, its output, and the output's gradient
+    around         the context in which all instructions run
+    named_request  makes the request of a message that has a name
+    named_release  frees what such a message has sent"""
+
+    forward: Callable[[Task, Activation], Activation]
+    backward: Callable[[Task, Activation, Any, Activation], Activation]
+    around: AbstractContextManager[None] = field(default_factory=nullcontext)
+    named_request: Callable[[Task], Send | Receive] = _no_names
+    named_release: Callable[[Task], None] = _no_names
 
 
 @dataclass(eq=False)
 class PlanExecutor:
     """Executes ``plan`` on the communicator's rank, once. ``position`` is the index of the current instruction, -1
-    before the first. ``shapes`` are those of the messages, by part; whole microbatches have one part.
-
-    Features may replace ``run_forward`` and ``run_backward``, which are ``call_forward`` and ``call_backward``. For
-    messages with a name they may set ``named_request``, which makes the request to post, and ``named_release``, which
-    frees what was sent."""
+    before the first. ``shapes`` are those of the messages, by part; whole microbatches have one part. ``calls`` are
+    there while it runs."""
 
     plan: Plan
     communicator: P2PCore
@@ -63,11 +81,11 @@ class PlanExecutor:
     deallocate: bool = True
     max_pending_sends: int = 2
     message_bytes: float = 0  # size of the largest message; 0: not known
-    weights: WeightGradStore | None = None
     graph_in_evaluation: bool = False
     observer: Any = None  # an Observer, or None
     features: Sequence[Feature] = ()
     tasks: Sequence[Task] | None = None  # of the rank, where they have been looked up
+    calls: Calls = field(init=False)
 
     def __post_init__(self) -> None:
         plan, communicator = self.plan, self.communicator
@@ -80,10 +98,6 @@ class PlanExecutor:
         self.forward_only = plan.spec.forward_only
         self.graphs = self.graph_in_evaluation or not self.forward_only  # whether stages may build autograd graphs
         self.position = -1
-        self.run_forward: Callable[[Task, Activation], Activation] | None = None
-        self.run_backward: Callable[[Task, Activation, Any, Activation], Activation] | None = None
-        self.named_request: Callable[[Task], Send | Receive] | None = None
-        self.named_release: Callable[[Task], None] | None = None
         self.dispatch: dict[str, Handler] = {}  # of the step that runs, with the observer's handlers around ours
         self.placement = plan.placement
         self.loss_stage = plan.placement.num_stages - 1  # NONE where no stage gives the loss
@@ -100,11 +114,12 @@ class PlanExecutor:
 
     def run(self) -> None:
         """Execute every instruction. Afterwards this object holds no tensor or handle of the step."""
-        handlers = self.dispatch = self._handlers()
-        if not self.forward_only:
-            self.hooks.disable_grad_sync()
         try:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and self.graphs), self._weight_step():
+            self.calls = Calls(self.call_forward, self.call_backward)
+            handlers = self.dispatch = self._handlers()
+            if not self.forward_only:
+                self.hooks.disable_grad_sync()
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.graphs), self.calls.around:
                 for position, at in enumerate(self.tasks or self.plan.tasks(self.rank)):
                     self.position = position
                     handlers[at.op](at)
@@ -112,7 +127,7 @@ class PlanExecutor:
         finally:  # also after a failure: if the user goes on, gradients of later steps must not stay local
             self.hooks.enable_grad_sync()
             self.dispatch = {}
-            self.run_forward = self.run_backward = self.named_request = self.named_release = None
+            del self.calls
         self._check_nothing_left()
 
     @property
@@ -161,8 +176,7 @@ class PlanExecutor:
     def _forward(self, at: Task) -> None:
         key = at.key
         given = self.inputs.pop(key, None) if self.forward_only else self.inputs.get(key)
-        run = self.run_forward
-        output = self.steps.forward(at.chunk, at.mb, given) if run is None else run(at, given)
+        output = self.calls.forward(at, given)
         if at.stage == self.loss_stage:
             if not self.forward_only:
                 self.outputs[key] = output
@@ -180,7 +194,8 @@ class PlanExecutor:
         self.outputs[key] = list(output) if not is_tensor and isinstance(output, (list, tuple)) else output
 
     def _backward(self, at: Task) -> None:
-        """A full backward, or an input gradient, which leaves the weight gradients for later."""
+        """A full backward, or an input gradient. Both compute all gradients, unless a feature leaves those of weights
+        for later."""
         key = at.key
         for handle, sent in self.deferred:
             if sent.key == key and sent.op == ins.FREE_F:  # a backward may write to tensors that the forward saved
@@ -192,12 +207,7 @@ class PlanExecutor:
         output_grad = self.output_grads.pop(key, None)
         if output_grad is None and at.stage != self.loss_stage:
             output = None  # the next stage, on this rank, does not use it
-        if self.run_backward is not None:
-            grad = self.run_backward(at, given, output, output_grad)
-        elif self.weights is None:
-            grad = self.steps.backward(at.chunk, at.mb, given, output, output_grad)
-        else:
-            grad = self.call_backward(at, given, output, output_grad)
+        grad = self.calls.backward(at, given, output, output_grad)
         if given is not None:
             is_ready = isinstance(grad, torch.Tensor) and grad.is_contiguous()
             if not is_ready and self.placement.crosses_ranks(at.stage - 1):  # a stage of this rank may get None
@@ -214,25 +224,10 @@ class PlanExecutor:
 
     def call_backward(self, at: Task, given: Activation, output: Any, output_grad: Activation) -> Activation:
         """The backward of a chunk, without what features add."""
-        if self.weights is None:
-            return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
-        with self.weights.backward(at.chunk, at.mb_part, split=at.op == ins.INPUT_GRAD):
-            return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
+        return self.steps.backward(at.chunk, at.mb, given, output, output_grad)
 
     def _weight_grad(self, at: Task) -> None:
-        if self.weights is not None:  # without a store the backward has computed the weight gradients
-            self.weights.run(at.chunk, at.mb_part)
-        if self._sync_open:
-            self.close_sync()
-
-    def _weight_step(self) -> AbstractContextManager[None]:
-        """The step of the weight-gradient store. It gets the microbatch (and part) that completes the gradients of each
-        chunk."""
-        if self.weights is None or self.forward_only:
-            return nullcontext()
-        tasks = (at for entry in self.plan.tasks(self.rank) for at in entry.members or (entry,))
-        completing = (at for at in tasks if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD)
-        return self.weights.step({at.chunk: at.mb_part for at in completing})
+        self.close_sync()  # the backward has computed the weight gradients, unless a feature has left them for now
 
     def _recv_f(self, at: Task) -> None:
         handle = self.communicator.post_recv(self.shapes[at.part].receive, at.peer, ACT, self.graphs)
@@ -268,8 +263,8 @@ class PlanExecutor:
         self.handles[at.message] = call(*request)
 
     def request(self, at: Task) -> Send | Receive:
-        if at.tensor and self.named_request is not None:
-            return self.named_request(at)
+        if at.tensor:
+            return self.calls.named_request(at)
         if at.op == ins.SEND_F:
             return Send(self.outputs[at.key], at.peer, ACT)
         if at.op == ins.SEND_B:
@@ -294,8 +289,8 @@ class PlanExecutor:
             handle.wait()
         except SendBufferError as error:
             raise self._named(error, at) from error
-        if at.tensor and self.named_release is not None:
-            self.named_release(at)
+        if at.tensor:
+            self.calls.named_release(at)
         elif at.op == ins.FREE_B:
             del self.input_grads[at.key]
         else:

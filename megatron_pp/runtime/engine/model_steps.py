@@ -13,7 +13,7 @@ import torch
 from megatron_pp.common.module_attributes import wrapped_attributes
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.runtime.engine.compute import Activation, LossRecord, timed_backward
+from megatron_pp.runtime.engine.compute import Activation, LossRecord, backward_through, timed_backward
 from megatron_pp.runtime.engine.deallocate import backward_root
 
 
@@ -154,7 +154,8 @@ class ModelSteps:
     def backward(
         self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
     ) -> Activation:
-        return timed_backward(self.timers, input_tensor, output, output_grad, self.grad_scale_func)
+        given = input_tensor, output, output_grad, self.grad_scale_func
+        return backward_through(*given) if self.timers is None else timed_backward(self.timers, *given)
 
     def _call(self, chunk: int, mb: int) -> tuple[Any, Any]:
         flags = self.options.checkpoint_flags

@@ -68,7 +68,7 @@ def test_memory_is_what_the_plan_counts_at_each_instruction(spec: PlanSpec, monk
     end, see = test_memory.Census.end, test_memory.Census._see
 
     def ended(self: Any, at: Instruction) -> None:
-        rank, kept = self.executor.rank, self.executor.features[0].kept
+        rank, kept = self.executor.rank, self.executor.features[-1].kept
         blocks = [block for one in kept.values() for block in one.blocks.values()]
         if at.op == LOAD:
             loaded = kept[(at.stage, at.mb, at.part)].blocks.values()

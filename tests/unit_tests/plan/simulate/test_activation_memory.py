@@ -25,6 +25,7 @@ from megatron_pp.runtime.alone import lone_communicator
 from megatron_pp.runtime.engine.executor import PlanExecutor, Shapes
 from megatron_pp.runtime.engine.gradient_hooks import SyncHooks
 from megatron_pp.runtime.engine.model_steps import ModelSteps, StepOptions
+from megatron_pp.runtime.engine.split_backwards import SplitBackwards
 from megatron_pp.runtime.footprint import Footprint, LiveStorages, measure_footprint
 from megatron_pp.testing.toy import HIDDEN, ToyBlock
 from megatron_pp.weight_grad import split_weight_grad
@@ -187,7 +188,7 @@ def test_a_run_keeps_after_each_operation_what_the_plan_predicts() -> None:
             steps,
             SyncHooks(StepSettings.from_config(model.config), [model]),
             [Shapes(None, None)],
-            weights=store,
+            features=[SplitBackwards(store)],
             observer=weigher,
         ).run()
     kept = kept_timeline(plan.programs[0], [0], [float(footprint.forward)], [float(footprint.weight)])
