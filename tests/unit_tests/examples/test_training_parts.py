@@ -8,8 +8,10 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from examples.gpt import program
 from examples.gpt.gpt import OUTPUT
 from examples.gpt.metrics import METRICS, PLOT, TENSORBOARD, Recorder, plot_loss, read_metrics
 from examples.gpt.optimizer import GradientClipper, NamedAdamW, learning_rate
-from examples.gpt.process import report
+from examples.gpt.process import StopRequest, report
 from examples.gpt.run_page import steps_to_record, write_page
 from examples.gpt.settings import Settings
 from examples.gpt.trainer import ComputeTimers
+from testkit.training_ranks import handlers_kept
 from tests.unit_tests.examples.test_gpt import WHOLE, gradients_of, make_stages, train_by_hand
 
 
@@ -95,6 +99,38 @@ def test_a_rank_without_parameters_takes_its_steps() -> None:
     optimizer = NamedAdamW([torch.nn.ModuleDict()], Settings())
     optimizer.step(1e-3)
     assert optimizer.tensors() == {}
+
+
+def test_the_first_of_several_signals_is_the_reason_of_a_stop() -> None:
+    with handlers_kept():
+        stop = StopRequest()
+        assert stop.first is None
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.first is signal.SIGINT
+
+
+def test_a_rank_that_fails_reports_before_a_signal_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher sends SIGTERM when another rank has failed, at any point of this one's end."""
+
+    def failing(argv: list[str]) -> None:
+        StopRequest()
+        raise OSError(5, "the disk has gone away")
+
+    def signalled(*_: Any, **__: Any) -> list[str]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return ["the stack\n"]
+
+    errors = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(errors))
+    monkeypatch.setattr(program, "train", failing)
+    monkeypatch.setattr(traceback, "format_exception", signalled)
+    with handlers_kept():
+        assert program.main([]) == 1
+    assert "the disk has gone away" in errors.read_text()
+    assert capsys.readouterr().err == "the stack\n"
 
 
 def test_a_rank_without_its_error_folder_prints_its_error(
