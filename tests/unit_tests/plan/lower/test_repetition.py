@@ -21,7 +21,9 @@ from megatron_pp.plan.lower import lowering as lower
 from megatron_pp.plan.orders import SCHEDULES, register
 from megatron_pp.plan.orders.family import Order, every_microbatch
 from megatron_pp.plan.orders.one_chunk import one_f_one_b
+from megatron_pp.plan.verify.lifetime import check_rank
 from megatron_pp.plan.verify.verifier import verify
+from testkit.inputs.plan_text import with_programs
 from testkit.mutants.plan_mutants import mutants, steady_block
 from testkit.sweeps import EXHAUSTIVE
 
@@ -117,6 +119,23 @@ def test_a_block_that_changes_the_pipeline_is_refused(schedule: str, ends: tuple
     starts, stops = (tuple(of_rank[end] for of_rank in forwards) for end in ends)
     with pytest.raises(RepetitionError, match=words):
         verify(plan, block=Block(starts, stops, 1 if schedule == "gpipe" else 2))
+
+
+def test_a_block_whose_ranks_stand_still_elsewhere_at_its_ends_is_refused() -> None:
+    """By itself, each rank is in the same state at both ends. But at the starts rank 1 waits for F0.1 before B0.0, and
+    at the ends for F0.2 behind B0.1: only the run of all ranks shows it."""
+    plan = with_programs(
+        lowered_plan(PlanSpec("1f1b", 2, 1, 3)),
+        "F0.0 SEND_F0.0 FREE_F0.0 F0.1 RECV_B0.0 SEND_F0.1 WAIT_B0.0 FREE_F0.1 B0.0 F0.2 RECV_B0.1 SEND_F0.2 WAIT_B0.1 "
+        "FREE_F0.2 B0.1 RECV_B0.2 WAIT_B0.2 ENABLE_GRAD_SYNC0 B0.2",
+        "RECV_F0.0 WAIT_F0.0 F0.0 RECV_F0.1 WAIT_F0.1 B0.0 SEND_B0.0 FREE_B0.0 F0.1 B0.1 RECV_F0.2 SEND_B0.1 WAIT_F0.2 "
+        "FREE_B0.1 F0.2 ENABLE_GRAD_SYNC0 B0.2 SEND_B0.2 FREE_B0.2",
+    )
+    block = Block((3, 7), (9, 13), 1)
+    for rank in range(2):
+        check_rank(plan, rank, block=block)
+    with pytest.raises(RepetitionError, match="sends and receives differ between both ends of the block"):
+        verify(plan, block=block)
 
 
 def test_a_sync_in_the_block_is_refused() -> None:
