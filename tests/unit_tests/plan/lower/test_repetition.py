@@ -138,6 +138,11 @@ def test_a_block_whose_ranks_stand_still_elsewhere_at_its_ends_is_refused() -> N
         verify(plan, block=block)
 
 
+def test_the_shapes_of_messages_that_are_over_are_no_part_of_the_state() -> None:
+    plan = lowered_plan(PlanSpec("1f1b", 2, 1, 14, variable_shapes=True, policy="plain"))
+    verify(plan, block=steady_block(plan, 1))
+
+
 def test_a_sync_in_the_block_is_refused() -> None:
     plan = lowered_plan(PlanSpec("1f1b", 1, 1, 4))
     length = len(plan.programs[0])

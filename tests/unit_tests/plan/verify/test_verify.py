@@ -232,6 +232,17 @@ def test_verify_refuses_shapes_that_are_read_too_late() -> None:
     )
 
 
+def test_a_rank_waits_at_a_batch_for_its_shapes() -> None:
+    """Rank 0 goes on to the send for which rank 1 waits only once the shapes of its batch are exchanged."""
+    sends = "F0.0 [SEND_F0.0] F0.1 SEND_F0.1 FREE_F0.0 FREE_F0.1"
+    receives = "RECV_F0.1 WAIT_F0.1 [RECV_F0.0] WAIT_F0.0 F0.0 F0.1"
+    fixed, varying = (
+        lowered_plan(PlanSpec("gpipe", 2, 1, 2, variable_shapes=v, forward_only=True)) for v in (False, True)
+    )
+    verify(with_programs(fixed, sends, receives))
+    assert refusal(with_programs(varying, sends, receives)).startswith("deadlock under rendezvous: ")
+
+
 def test_deallocation_changes_the_memory_and_not_the_verdict() -> None:
     plan = lowered_plan(PlanSpec("1f1b", 4, 1, 8))
     with_it, without = verify(plan), verify(plan, deallocate=False)
