@@ -10,9 +10,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_pp.comm.communicator import P2PCore
+from megatron_pp.comm.wait_handle import WaitHandle
 from megatron_pp.errors import PipelineError
 from megatron_pp.plan.builder import build_plan
 from megatron_pp.plan.ir.spec import BATCHED, PLAIN, SHARED, PlanSpec
+from megatron_pp.plan.ir.tasks import Task
 from megatron_pp.runtime.engine.executor import PlanExecutor
 from megatron_pp.testing.adversarial_transports import (
     HOSTILE_NETWORKS,
@@ -88,3 +90,18 @@ def test_every_executor_mutant_is_caught(
     mutant: type[PlanExecutor], name: str, network: type[HostileNetwork], core: type[P2PCore]
 ) -> None:
     assert harm(SPECS[name], network, mutant, core) != ""
+
+
+class NeverFrees(PlanExecutor):
+    """Waits for sends and keeps what they have sent."""
+
+    def _wait_then_free(self, handle: WaitHandle, at: Task) -> None:
+        handle.wait()
+
+
+def test_a_step_that_keeps_a_tensor_to_its_end_fails() -> None:
+    spec = PlanSpec("1f1b", 2, 1, 2)
+    plan = build_plan(spec)
+    net = network_for(plan, LastMomentNetwork, seed=0, pollable=False)
+    with pytest.raises(AssertionError, match=r"tensors or handles left: .*input gradients"):
+        run_plan(plan, exact_data(2, False), net, executor=NeverFrees)
