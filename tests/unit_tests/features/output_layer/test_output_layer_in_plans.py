@@ -10,7 +10,7 @@ import pytest
 
 from megatron_pp.errors import PlanError
 from megatron_pp.features.output_layer.output_instructions import REDUCE, WAIT_REDUCE
-from megatron_pp.plan.builder import build_plan, verified_plan
+from megatron_pp.plan.builder import build_plan, lowered_plan, verified_plan
 from megatron_pp.plan.costs.stage_costs import Link, Network, StageCosts
 from megatron_pp.plan.io.serialize import format_plan
 from megatron_pp.plan.ir import instruction as ins
@@ -88,6 +88,15 @@ def test_at_least_four_mutants_of_each_new_instruction_are_caught(name: str) -> 
             assert {*map(str, mutant.programs[0])} == {*map(str, plan.programs[0])}, what
     used = ins.RANKWIDE_OPS - ({REDUCE, WAIT_REDUCE} if plan.placement.barriers == 1 else set())
     assert all(caught[op] >= 4 for op in used), caught
+
+
+def test_verify_refuses_a_last_pass_without_its_gradient_sync() -> None:
+    plan = edited(build_plan(PlanSpec("vocab_1f1b", 2, 1, 3)), 0, "drop ENABLE_GRAD_SYNC0")
+    assert "no ENABLE_GRAD_SYNC0 stands before it: it completes the output layer's gradient" in refusal(plan)
+
+
+def test_verify_accepts_collectives_next_to_messages_of_varying_shapes() -> None:
+    verify(lowered_plan(PlanSpec("vocab_1f1b", 2, 1, 3, variable_shapes=True)))
 
 
 def test_ranks_post_their_collectives_in_one_order() -> None:

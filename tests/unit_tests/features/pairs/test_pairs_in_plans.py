@@ -27,7 +27,7 @@ from megatron_pp.plan.ir.spec import EXPLICIT, Plan, PlanSpec
 from megatron_pp.plan.lower.clock import run_clock
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
-from testkit.inputs.plan_text import placed, refusal, rows
+from testkit.inputs.plan_text import edited, placed, refusal, rows
 
 
 def pairs_in(program: Sequence[Instruction]) -> int:
@@ -267,3 +267,10 @@ def test_sends_within_pairs_hang_where_compute_synchronises_the_device() -> None
     verify(plan)
     assert re.search("deadlock under device_sync.*, which synchronises the device", refusal(plan, "device_sync"))
     verify(combined(device=("device_sync",)))
+
+
+def test_a_gradient_sync_may_not_stand_before_a_pair_that_leaves_gradients_incomplete() -> None:
+    plan = edited(
+        build_plan(PlanSpec("interleaved_1f1b", 2, 2, 2, overlap_pairs=True)), 0, "move ENABLE_GRAD_SYNC1 before F0.0"
+    )
+    assert "the backward that follows is not the one that completes the chunk's gradients" in refusal(plan)

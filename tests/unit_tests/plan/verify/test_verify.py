@@ -188,6 +188,12 @@ def test_verify_refuses_messages_that_cross_on_a_channel() -> None:
     )
 
 
+def test_verify_refuses_programs_in_another_order_than_the_plans_own() -> None:
+    plan, other = (lowered_plan(PlanSpec(name, 1, 1, 3)) for name in ("1f1b", "gpipe"))
+    words = refusal(replace(plan, programs=other.programs))
+    assert words == "rank 0: the plan's order has B0.0 where its program runs F0.1"
+
+
 def test_verify_refuses_forwards_out_of_the_order_of_the_data_iterator() -> None:
     """The plan has no compute order of its own, and nothing else is wrong with it."""
     plan = replace(lowered_plan(PlanSpec("gpipe", 2, 1, 2, forward_only=True)), orders=())
