@@ -236,3 +236,10 @@ def test_pipelines_of_several_modules_run_whatever_waits(text: str, shapes_vary:
         usual = lowered_modules(modules_spec(graph, microbatches, variable_shapes=shapes_vary, device=POSTED_AHEAD))
         with pytest.raises(PlanError, match="which may wait for the device"):
             verify_modules(usual, ON_NCCL)
+
+
+def test_each_member_of_a_pair_may_wait() -> None:
+    """Rank 1 sends its forward's output within the pair, and may wait for the device before the pair's backward."""
+    spec = PlanSpec("interleaved_1f1b", 2, 2, 4, overlap_pairs=True, device=ON_NCCL)
+    plan = edited(lowered_plan(spec), 0, "move RECV_B0.0 before RECV_F1.2")
+    assert "rank 1 waits at (F0.2 SEND_F0.2 B0.0 SEND_B0.0), which may wait for the device" in refusal(plan, ANY_WAIT)
