@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -224,3 +226,16 @@ def test_a_grouped_call_is_over_when_one_of_its_handles_was_waited_for() -> None
             received.wait()
             with pytest.raises(SendBufferError, match="was written to"):
                 sent.wait()
+
+
+def test_the_handles_of_a_grouped_call_do_not_outlive_an_aborted_step() -> None:
+    one, _ = two_communicators()
+    handles = one.post_batch([Send(torch.ones(SHAPE), 1, ACT), Receive(SHAPE, 1, GRAD, False)])
+    kept = [weakref.ref(handle) for handle in handles]
+    gc.disable()
+    try:
+        one.forget()
+        del handles
+        assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()
