@@ -27,9 +27,9 @@ from tests.functional_tests.megatron_support import needs_megatron
 pytestmark = pytest.mark.callers_thread
 # The most lines of a book. The aim for the machine under install() is 6,500: lower its limit if you remove modules.
 COMPILER_LINES = 4_380
-MACHINE_LINES = 7_318
-INSTALLED_MACHINE_LINES = 6_941
-NCCL_MACHINE_LINES = 7_530  # under install()
+MACHINE_LINES = 7_317
+INSTALLED_MACHINE_LINES = 6_940
+NCCL_MACHINE_LINES = 7_529  # under install()
 
 # Package -> its modules that a default step loads.
 MACHINE = {

@@ -25,7 +25,7 @@ from megatron_pp.features.modules.modules_plan import ModulesSpec, modules_plan,
 from megatron_pp.features.modules.modules_runner import BatchParts, ModulesRunner, Parts
 from megatron_pp.plan.ir.spec import EXPLICIT, HOOKS, ONE_WAY, Plan
 from megatron_pp.runtime.arguments import StepInputs
-from megatron_pp.runtime.engine.compute import Shapes, backward_through, timed_backward
+from megatron_pp.runtime.engine.compute import Shapes
 from megatron_pp.runtime.engine.executor import Feature
 from megatron_pp.runtime.engine.model_steps import ModelSteps
 from megatron_pp.runtime.host import Host
@@ -181,11 +181,7 @@ class ModuleSteps(ModelSteps):
         if isinstance(output, Mapping):
             output = [output[name] for name in output_grad]
             grads = list(output_grad.values())
-        given = None, output, grads, self.grad_scale_func
-        if self.timers is None:
-            backward_through(*given)
-        else:
-            timed_backward(self.timers, *given)
+        self.run_backward(None, output, grads, self.grad_scale_func)
         return {name: tensor.grad for name, tensor in input_tensor.items()}
 
     @staticmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -51,16 +52,14 @@ def in_one_block(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if tensor.layout is torch.strided and not tensor.is_nested else tensor
 
 
-def timed_backward(
-    timers: Any,
-    input_tensor: Activation,
-    output: Activation,
-    output_grad: Activation,
-    grad_scale_func: Callable[[Any], Any] | None,
-) -> Activation:
-    """``backward_through``, timed by Megatron's ``timers``."""
+def backward_under(timers: Any) -> Callable[..., Activation]:
+    """``backward_through``, timed by Megatron's ``timers`` unless they are None."""
+    return backward_through if timers is None else partial(_timed_backward, timers)
+
+
+def _timed_backward(timers: Any, *given: Any) -> Activation:
     timers("backward-compute", log_level=2).start()
-    grad = backward_through(input_tensor, output, output_grad, grad_scale_func)
+    grad = backward_through(*given)
     timers("backward-compute").stop()
     return grad
 

@@ -13,7 +13,7 @@ import torch
 from megatron_pp.common.module_attributes import wrapped_attributes
 from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import ScheduleInputError
-from megatron_pp.runtime.engine.compute import Activation, LossRecord, backward_through, timed_backward
+from megatron_pp.runtime.engine.compute import Activation, LossRecord, backward_under
 from megatron_pp.runtime.engine.deallocate import backward_root
 
 
@@ -117,6 +117,7 @@ class ModelSteps:
 
     def __post_init__(self) -> None:
         self.timers = self.settings.timers
+        self.run_backward = backward_under(self.timers)
         self.grad_scale_func = self.settings.grad_scale_func
         found = [wrapped_attributes(chunk, _CHUNK_METHODS) for chunk in self.chunks]
         self._set_input = [_checked_setter(one[0], chunk) for one, chunk in zip(found, self.chunks, strict=True)]
@@ -154,8 +155,7 @@ class ModelSteps:
     def backward(
         self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
     ) -> Activation:
-        given = input_tensor, output, output_grad, self.grad_scale_func
-        return backward_through(*given) if self.timers is None else timed_backward(self.timers, *given)
+        return self.run_backward(input_tensor, output, output_grad, self.grad_scale_func)
 
     def _call(self, chunk: int, mb: int) -> tuple[Any, Any]:
         flags = self.options.checkpoint_flags

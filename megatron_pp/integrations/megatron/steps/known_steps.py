@@ -11,7 +11,7 @@ import torch
 
 from megatron_pp.common.module_attributes import wrapped_attribute
 from megatron_pp.integrations.megatron.releases.release import Megatron
-from megatron_pp.runtime.engine.compute import Activation, LossRecord, backward_through, timed_backward
+from megatron_pp.runtime.engine.compute import Activation, LossRecord, backward_under
 from megatron_pp.runtime.step import Step
 
 # Config fields by which `forward_step_calc_loss` has work on stages without a loss.
@@ -45,6 +45,7 @@ class KnownSteps(MicrobatchSteps):
         super().__init__(megatron, step)
         inputs, config, chunks = step.inputs, step.inputs.config, step.inputs.chunks
         self.timers = config.timers
+        self._backward = backward_under(config.timers)
         self.grad_scale_func = config.grad_scale_func
         self.autocast: AbstractContextManager[Any] = (
             torch.autocast("cuda", dtype=config.autocast_dtype) if config.enable_autocast else nullcontext()
@@ -104,8 +105,7 @@ class KnownSteps(MicrobatchSteps):
         self, chunk: int, mb: int, input_tensor: Activation, output: Activation, output_grad: Activation
     ) -> Activation:
         """Run the backward of the first output if there are several, as Megatron does."""
-        given = input_tensor, _first(output), _first(output_grad), self.grad_scale_func
-        return backward_through(*given) if self.timers is None else timed_backward(self.timers, *given)
+        return self._backward(input_tensor, _first(output), _first(output_grad), self.grad_scale_func)
 
     @cached_property
     def backward_root(self) -> Callable[[Activation], Any]:
