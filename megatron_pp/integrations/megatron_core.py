@@ -20,9 +20,9 @@ from typing import Any
 from megatron_pp.config.setting_names import PREFIX
 from megatron_pp.errors import NotServedError, UnknownMegatronError
 from megatron_pp.integrations.megatron.given import InstallSettings
-from megatron_pp.integrations.megatron.releases.release import load_megatron
+from megatron_pp.integrations.megatron.releases.release import importable, load_megatron
 from megatron_pp.integrations.megatron.stand_ins import BLOCKS, CHANGES, State, current, put_in_place
-from megatron_pp.integrations.megatron.steps.gpt_models import model_classes
+from megatron_pp.integrations.megatron.steps.gpt_models import MODELS
 
 __all__ = ["NotServedError", "UnknownMegatronError", "install", "installed", "is_installed", "uninstall"]
 
@@ -58,7 +58,7 @@ def _given(file: str | PathLike[str] | None, strict: bool | None, others: Mappin
 
 def install_with(settings: InstallSettings) -> None:
     """`install()` with settings that have been read."""
-    megatron, classes = load_megatron(), model_classes()  # imports come before the lock: one may wait for a thread
+    megatron, classes = load_megatron(), importable(MODELS)  # imports come before the lock: one may wait for a thread
     with CHANGES:
         state = put_in_place(State(megatron, settings), classes)
         if BLOCKS:
@@ -92,5 +92,5 @@ def installed(strict: bool | None = None, **others: Any) -> Iterator[None]:
     within. If blocks end in another order, as in several threads, the state of the block that began last holds."""
     from megatron_pp.integrations.megatron import removal
 
-    with removal.installed(State(load_megatron(), _given(None, strict, others)), model_classes()):
+    with removal.installed(State(load_megatron(), _given(None, strict, others)), importable(MODELS)):
         yield

@@ -8,8 +8,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from megatron_pp.integrations.megatron.given import InstallSettings
+from megatron_pp.integrations.megatron.releases.release import importable
 from megatron_pp.integrations.megatron.stand_ins import current
-from megatron_pp.integrations.megatron.steps.gpt_models import MODELS, model_classes, place_models
+from megatron_pp.integrations.megatron.steps.gpt_models import MODELS, place_models
 from megatron_pp.integrations.megatron_core import install_with
 
 _MODULES = ("megatron.core", "megatron.core.pipeline_parallel.schedules")
@@ -30,7 +31,7 @@ def take_models() -> None:
     """Let Megatron's models be built for V schedules, if the engine is installed."""
     plugin = current()
     if plugin is not None:
-        place_models(plugin.settings.overrides.get("pipeline_schedule"), model_classes())
+        place_models(plugin.settings.overrides.get("pipeline_schedule"), importable(MODELS))
 
 
 class WhenImported(MetaPathFinder):

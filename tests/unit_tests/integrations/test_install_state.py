@@ -8,6 +8,7 @@ import importlib
 import linecache
 import sys
 import threading
+import time
 import types
 from typing import Any
 
@@ -17,6 +18,7 @@ import megatron_pp
 from megatron_pp.errors import NotServedError, ScheduleInputError
 from megatron_pp.integrations import megatron_core
 from megatron_pp.integrations.megatron import removal, stand_ins
+from megatron_pp.integrations.megatron.releases import sources
 from megatron_pp.integrations.megatron.releases.versions import ENTRIES
 from megatron_pp.integrations.megatron.steps import v_placement
 from tests.unit_tests.integrations.test_megatron_install import CALL, SCHEDULES, _fresh, stand_in
@@ -181,7 +183,21 @@ def test_the_end_of_a_block_raises_nothing(schedules: Any) -> None:
     assert getattr(schedules, CHUNKS) is print
 
 
-def test_blocks_of_threads_leave_nothing_behind(schedules: Any) -> None:
+def test_blocks_of_threads_leave_nothing_behind(
+    schedules: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's sources are read by one thread only, while the others wait. Two at the same time may raise a
+    SystemError, and may name what the other one holds while it reads."""
+    reading: list[Any] = []
+
+    def slowly(module: Any) -> Any:
+        reading.append({name: getattr(module, name) for name in ENTRIES})
+        time.sleep(0.2)
+        reading[-1] = None
+        return read(module)
+
+    read = sources.functions_of
+    monkeypatch.setattr(sources, "functions_of", slowly)
     barrier = threading.Barrier(4)
     found: list[str] = []
 
@@ -197,6 +213,8 @@ def test_blocks_of_threads_leave_nothing_behind(schedules: Any) -> None:
     for thread in threads:
         thread.join(60)
     assert found == ["ours"] * 40
+    assert reading == [None]
+    assert caplog.messages == []
     assert not megatron_core.is_installed()
     assert all_three(schedules) == ["theirs"] * 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import inspect
@@ -10,7 +11,7 @@ import pickle
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -140,6 +141,21 @@ def test_a_hook_that_is_unknown_here_is_named(caplog: pytest.LogCaptureFixture) 
         assert "forward_backward_no_pipelining uses config.graph_slots, set_current_cuda_graph_slot" in said
         with pytest.raises(UnknownMegatronError, match=r"install\(\) without strict=True"):
             megatron_core.install(strict=True)
+
+
+def test_schedules_that_cannot_be_parsed_are_unknown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other threads of the program may parse at the same time, which Python 3.11 does not survive."""
+
+    def disturbed(source: str) -> NoReturn:
+        raise SystemError("AST constructor recursion depth mismatch (before=90, after=65)")
+
+    stand_in("0.20.0")
+    with monkeypatch.context() as context:  # pytest parses too, to show a failure
+        context.setattr(ast, "parse", disturbed)
+        with megatron_core.installed():
+            assert "cannot tell which names the schedules of megatron-core 0.20.0 use (AST constructor" in caplog.text
 
 
 def test_schedules_without_source_are_unknown(caplog: pytest.LogCaptureFixture) -> None:

@@ -137,7 +137,7 @@ def names_read(source: str) -> set[str]:
 
 def _parsed(source: str) -> ast.Module:
     """The parsed source. Tries again after a SystemError: Python 3.11 keeps one count of the parser's depth for all
-    threads, so two that parse at the same time may raise it (python/cpython#106905)."""
+    threads, so it is raised if other threads of the program parse at the same time (python/cpython#106905)."""
     for _ in range(_TRIES - 1):
         with contextlib.suppress(SystemError):
             return ast.parse(source)
@@ -184,7 +184,8 @@ def _called(function: ast.AST, own: set[str]) -> str | None:
 
 def reads_of(schedules: ModuleType) -> dict[str, set[str]]:
     """Function of Megatron's schedules -> `names_read` of its source. The communicator has only its config fields.
-    Functions that the program has replaced are left out. Raises OSError if there is no source.
+    Functions that the program has replaced are left out. Raises OSError if there is no source, and SystemError as
+    ``_parsed`` does.
     """
     functions = {name: inspect.unwrap(getattr(schedules, name)) for name in ENTRIES}
     own = {name: f for name, f in functions.items() if f.__globals__ is vars(schedules)}
@@ -199,7 +200,7 @@ def unknown_reads(schedules: ModuleType, release: tuple[int, int], version: str)
     """
     try:
         reads = reads_of(schedules)
-    except (OSError, TypeError) as error:
+    except (OSError, TypeError, SystemError) as error:
         return f"megatron_pp cannot tell which names the schedules of megatron-core {version} use ({error})"
     unknown = {function: sorted(names - known_reads(function, release)) for function, names in reads.items()}
     if not any(unknown.values()):

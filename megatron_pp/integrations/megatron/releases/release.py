@@ -3,7 +3,8 @@
 import contextlib
 import importlib
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType, ModuleType
@@ -106,11 +107,18 @@ def load_megatron() -> Megatron:
         raise UnknownMegatronError(
             f"megatron-core cannot be imported ({error}); install it: pip install 'megatron-core>=0.14'"
         ) from error
-    return _described(core, schedules, importlib.import_module("megatron.core.parallel_state"), core.__version__)
+    state, classes = importlib.import_module("megatron.core.parallel_state"), tuple(importable(_MULTI_MODULE))
+    with _READING:  # after the imports: one may wait for a thread
+        return _described(schedules, state, core.__version__, classes)
+
+
+# Held by the thread that reads Megatron's sources. Two threads that parse at the same time may raise a SystemError, and
+# what one keeps of Megatron's functions while it reads would be reported by the other as the program's.
+_READING = threading.Lock()
 
 
 @lru_cache(maxsize=1)
-def _described(core: ModuleType, schedules: ModuleType, state: ModuleType, version: str) -> Megatron:
+def _described(schedules: ModuleType, state: ModuleType, version: str, classes: tuple[type, ...]) -> Megatron:
     row, functions = versions.row_of(version), sources.functions_of(schedules)
     changed = unknown = None
     if not functions.are_of(row):
@@ -121,19 +129,20 @@ def _described(core: ModuleType, schedules: ModuleType, state: ModuleType, versi
         if not functions.known.keys() >= {*versions.ENTRIES, versions.COMMUNICATOR}:
             unknown = reads.unknown_reads(schedules, versions.release_of(version), version)
     steps = sources.known_steps(schedules, functions)
-    return Megatron(version, row, schedules, state, _multi_module_classes(), unknown, changed, steps)
+    return Megatron(version, row, schedules, state, classes, unknown, changed, steps)
 
 
+# Classes of pipelines of several modules; not all releases have them.
 _MULTI_MODULE = (
     ("megatron.core.process_groups_config", "MultiModuleProcessGroupCollection"),
     ("megatron.core.pipeline_parallel.multimodule_communicator", "MultiModulePipelineCommunicator"),
 )
 
 
-def _multi_module_classes() -> tuple[type, ...]:
-    """The classes of _MULTI_MODULE that this release has."""
+def importable(classes: Sequence[tuple[str, str]]) -> list[type]:
+    """Those of ``classes``, given by module and name, that the installed release has."""
     found = []
-    for module, name in _MULTI_MODULE:
+    for module, name in classes:
         with contextlib.suppress(ImportError, AttributeError):
             found.append(getattr(importlib.import_module(module), name))
-    return tuple(found)
+    return found

@@ -6,10 +6,8 @@ them.
 """
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -106,15 +104,6 @@ MODELS = (
 
 # Process-wide, as the models' classes are. Of classes that were removed with their modules too.
 USES: ObjectTable[None] = ObjectTable()
-
-
-def model_classes() -> list[type]:
-    """The classes of MODELS that can be imported."""
-    found = []
-    for module, name in MODELS:
-        with suppress(ImportError, AttributeError):
-            found.append(getattr(importlib.import_module(module), name))
-    return found
 
 
 def place_models(schedule: str | None, classes: Sequence[type]) -> None:
