@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from megatron_pp import __version__
 from megatron_pp.common.object_table import ObjectTable
 from megatron_pp.errors import UnknownMegatronError
 from megatron_pp.integrations.megatron.given import InstallSettings
@@ -133,8 +134,10 @@ def put_in_place(state: State, classes: list[type]) -> State:
         from megatron_pp.integrations.megatron.releases import other_schedules
 
         other_schedules.check_names(module, [*schedules, *taken], settings.strict)
-    if current() is None and (news := [one for one in (megatron.unknown_reads, megatron.changed) if one is not None]):
-        logger.warning(". ".join(news))
+    if current() is None:
+        news = [one for one in (megatron.unknown_reads, megatron.changed) if one is not None]
+        runs = f"megatron_pp {__version__} runs the pipeline schedules of megatron-core {megatron.version}"
+        logger.log(logging.WARNING if news else logging.INFO, ". ".join([runs, *news]))
     place_models(settings.overrides.get("pipeline_schedule"), classes)
     fetched = put_in(state, schedules)
     space = vars(module)
@@ -149,8 +152,7 @@ def put_in_place(state: State, classes: list[type]) -> State:
 def put_in(state: State, schedules: list[Schedule]) -> list[Any]:
     """Replace Megatron's functions by ``schedules`` under all names. Returns the functions that were replaced."""
     module = state.megatron.schedules
-    plugin = next((one.plugin for one in schedules if one.plugin is not None), None)
-    plugin = plugin or Plugin(state.megatron, state.settings)
+    plugin = next((one.plugin for one in schedules if one.plugin), None) or Plugin(state.megatron, state.settings)
     plugin.megatron, plugin.settings = state.megatron, state.settings
     replaced = []
     for one, name in zip(schedules, ENTRIES, strict=True):

@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import linecache
+import logging
 import pickle
 import sys
 import types
@@ -16,6 +17,7 @@ from unittest import mock
 
 import pytest
 
+import megatron_pp
 from megatron_pp.errors import ScheduleInputError, UnknownMegatronError
 from megatron_pp.integrations import megatron_core
 from megatron_pp.integrations.megatron.releases import release as megatron_release
@@ -105,6 +107,17 @@ def test_installed_functions_have_the_name_and_pickle_of_the_functions_that_they
 
 CALL = {"forward_step_func": None, "data_iterator": None, "model": None, "num_microbatches": 1}
 CALL |= {"seq_length": 1, "micro_batch_size": 1}
+
+
+def test_the_log_says_once_which_releases_run(caplog: pytest.LogCaptureFixture) -> None:
+    stand_in("0.19.0")
+    runs = f"megatron_pp {megatron_pp.__version__} runs the pipeline schedules of megatron-core 0.19.0"
+    with caplog.at_level(logging.INFO, "megatron_pp"), megatron_core.installed():
+        megatron_core.install()
+        assert [said for said in caplog.messages if "megatron-core" in said] == [runs]
+        megatron_core.uninstall()
+        megatron_core.install()
+        assert [said for said in caplog.messages if "megatron-core" in said] == [runs] * 2
 
 
 def test_megatrons_own_schedule_calls_megatrons_own(caplog: pytest.LogCaptureFixture) -> None:
