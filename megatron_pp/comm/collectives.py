@@ -36,7 +36,8 @@ class GroupCollectives:
     """On a process group of the pipeline's ranks. ``limit``: the timeout of each operation."""
 
     def __init__(self, group: dist.ProcessGroup, limit: Callable[[], timedelta]) -> None:
-        self.group, self.limit = group, limit
+        self.group = group
+        self.limit = limit
         self.events = EventPool()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:

@@ -109,7 +109,8 @@ class ShapedReceive(WaitHandle):
         if self.tensor is not None or self._works is None:
             super().wait()
             return
-        core, received = self._core, list[torch.Tensor]()
+        core = self._core
+        received = list[torch.Tensor]()
         for expected in _listed(self._shapes):
             if received:
                 self._post(empty_header(core))

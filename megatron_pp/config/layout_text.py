@@ -152,7 +152,8 @@ def counts_of(layout: LayerLayout, num_layers: int, place: Placement) -> list[in
 def counts_with_own_ends(num_layers: int, place: Placement, first: int | None, last: int | None) -> list[int]:
     """Layers of each stage if the first or last rank has its own count. Counts are per pipeline rank, and a rank's
     chunks share them evenly, as in Megatron."""
-    size, chunks = place.pipeline_size, place.num_chunks
+    size = place.pipeline_size
+    chunks = place.num_chunks
     if size == 1:
         raise LayoutError(
             "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need "

@@ -54,19 +54,23 @@ def difference(mine: tuple[int, ...], theirs: tuple[int, ...]) -> Difference | N
     """The first step in which the two histories, as far as both are known, differ."""
     if not may_differ(mine, theirs):
         return None
-    start, upto = max(mine[2], theirs[2]), min(mine[0], theirs[0])
+    start = max(mine[2], theirs[2])
+    upto = min(mine[0], theirs[0])
     for step in sorted({since for since, _ in pairs(mine) + pairs(theirs) if start <= since <= upto}):
-        one, other = in_force(mine, step), in_force(theirs, step)
+        one = in_force(mine, step)
+        other = in_force(theirs, step)
         if one != other:
             return Difference(step, one, other)
-    before, before_theirs = _digests(mine), _digests(theirs)
+    before = _digests(mine)
+    before_theirs = _digests(theirs)
     steps = [s for s, digest in before.items() if s <= upto and before_theirs.get(s, digest) != digest]
     return Difference(min(steps), 0, 0) if steps else None
 
 
 def _digests(history: tuple[int, ...]) -> dict[int, int]:
     """For each change that is listed, a digest of all before it."""
-    found, digest = {}, history[1]
+    found = {}
+    digest = history[1]
     for step, number in pairs(history):
         found[step] = digest
         digest = digest_with(digest, step, number)

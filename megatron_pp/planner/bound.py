@@ -158,7 +158,8 @@ class _Problem:
     slices: int
 
     def terms(self, finder: PathFinder) -> Iterator[tuple[str, float]]:
-        heads, tails = finder.heads(), finder.tails()
+        heads = finder.heads()
+        tails = finder.tails()
         yield CRITICAL_PATH, tails.forward[0][0]
         for rank in range(self.placement.pipeline_size):
             yield f"work of rank {rank}", least_end(self._work(rank, heads, tails))
@@ -170,11 +171,15 @@ class _Problem:
         for row, limit in zip(self.placement.stages, memory.limits, strict=True):
             waits = [wait for wait in finder.waits if wait.stage in row]
             ranks.append(RankWork(row, self.num_microbatches, self.times, memory, limit, waits))
-        heads, tails, before, behind = finder.heads(), finder.tails(), finder.nothing, finder.nothing
+        heads = finder.heads()
+        tails = finder.tails()
+        before = finder.nothing
+        behind = finder.nothing
         for rank in ranks:
             rank.heads(rank.from_start(heads), before)
             rank.tails(rank.from_end(tails), behind)
-        heads, tails = finder.heads(before), finder.tails(behind)
+        heads = finder.heads(before)
+        tails = finder.tails(behind)
         known = tails.forward[0][0]
         yield MEMORY, known
         for number, rank in enumerate(ranks):
@@ -226,7 +231,8 @@ class _Problem:
         if not self.forward_only:
             moved += [(BACKWARD, stage, stage - 1, heads.backward, tails.backward) for stage in range(1, len(homes))]
         for kind, one, other, before, after in moved:
-            source, target = homes[one][0], homes[other][0]
+            source = homes[one][0]
+            target = homes[other][0]
             link = self.network.between(source, target)
             wire = link.wire_time(self.network.message_bytes(kind))
             if source == target or not wire:

@@ -47,7 +47,8 @@ class StageTimes:
         part = min(costs.of_parts(slices))
         forward = tuple(part * time for time in costs.forward)
         whole = [part * time for time in costs.backward]
-        backward, rest = whole, [0.0] * count
+        backward = whole
+        rest = [0.0] * count
         if split:
             inputs = [part * time for time in costs.backward_input]
             weights = [part * time for time in costs.weight]
@@ -57,7 +58,8 @@ class StageTimes:
             whole = backward = rest = [0.0] * count
         early = [0.0] * count
         shares = costs.joined_sends
-        out, back = list(forward), list(backward)
+        out = list(forward)
+        back = list(backward)
         if min(shares) < 1 and not forward_only:
             for stage, (rank, _) in enumerate(placement.homes):
                 partners = placement.stages[rank]

@@ -107,7 +107,8 @@ class Curve:
         works = list[float]()
         done = sum(n * item.time for n, item in zip(counts, items, strict=True) if item.memory <= 0)
         for time, group in groupby(sorted(starts), itemgetter(0)):
-            work, left = done, room
+            work = done
+            left = room
             if len(sizes) == 1 and left < math.inf:
                 left = math.floor(left / min(sizes) * (1 + ROUNDING)) * min(sizes)
             for i in takers:
@@ -156,7 +157,8 @@ class RankWork:
         return self.memory.forward[stage], min(self.memory.forward[stage], self.memory.weight[stage])
 
     def from_start(self, heads: Paths) -> Curve:
-        items, starts = list[_Item](), list[tuple[float, int]]()
+        items = list[_Item]()
+        starts = list[tuple[float, int]]()
         for stage in self.stages:
             first = len(items)
             kept, late = self._kept(stage)

@@ -104,7 +104,8 @@ class _Shop:
         """
         stages = self.placement.stages[rank]
         limit = self.memory.limits[rank] * (1 + ROUNDING)
-        alive, waiting = [0] * len(stages), [0] * len(stages)
+        alive = [0] * len(stages)
+        waiting = [0] * len(stages)
         forward = [self.memory.forward[s] for s in stages]
         weight = [self.memory.weight[s] for s in stages]
         for token in row:
@@ -226,7 +227,8 @@ class _Improvement:
 
     def _kicked(self, rows: Rows) -> tuple[Rows, _Timing] | None:
         """``rows`` after a few random swaps of neighbours; None if none is possible."""
-        found, made = None, 0
+        found = None
+        made = 0
         for _ in range(_TRIES):
             rank = self.random.randrange(len(rows))
             row = list(rows[rank])

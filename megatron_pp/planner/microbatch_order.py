@@ -47,5 +47,6 @@ def _improved(order: Order, estimate: Callable[[Order], float], trials: int, is_
         changed = (*order[:a], *last, *order[b + 1 :])
         found = estimate(changed)
         if found <= best:
-            best, order = found, changed
+            best = found
+            order = changed
     return order

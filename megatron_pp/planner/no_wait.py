@@ -68,7 +68,8 @@ class _Trips:
         self.ranks = [_UnblockedRank(limit * (1 + ROUNDING)) for limit in problem.memory.limits]
         stages = range(len(self.homes))
         self.path: list[tuple[float, str, int]] = []  # of a microbatch: start, operation, stage
-        now, before = 0.0, self.homes[0][0]
+        now = 0.0
+        before = self.homes[0][0]
         for op, stage in [*product((FORWARD,), stages), *product((INPUT_GRAD,), reversed(stages))]:
             rank = self.homes[stage][0]
             now += problem.transfer_time(before, rank) if rank != before else 0.0

@@ -115,7 +115,8 @@ class _Patience:
 
     def look(self) -> None:
         """Announces the search if it is due. Called between plans."""
-        spec, announce = self._spec, self._announce
+        spec = self._spec
+        announce = self._announce
         if announce is not None and time.monotonic() > self._until:
             self._announce = None
             announce(

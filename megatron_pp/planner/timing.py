@@ -34,7 +34,8 @@ def kept_states(order: Sequence[Instruction], num_chunks: int) -> tuple[Kept, ..
     """The numbers of kept activations at the moments of a rank's memory peaks. A moment is left out if another one has
     at least as much of everything. ``order`` may be a program with its copies to host memory.
     """
-    flight, late = [0] * num_chunks, [0] * num_chunks
+    flight = [0] * num_chunks
+    late = [0] * num_chunks
     states: set[tuple[int, ...]] = set()
     grew = False
     for at in unjoined(order):

@@ -26,7 +26,8 @@ class PipelineStage(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.inner = module
-        self.config, self.vp_stage = config, vp_stage
+        self.config = config
+        self.vp_stage = vp_stage
         self.stage_in_model = None if stage is None else whole_number("stage", stage, 0, ScheduleInputError)
         self.received: Any = None
         self.named: dict[str, Any] = {}

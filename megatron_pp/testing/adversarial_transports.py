@@ -109,7 +109,8 @@ class WindowNetwork(MemoryNetwork):
         the buffer was freed. Returns the end whose memory was freed, or None."""
         source = self.windows.pop(send)
         target = self.windows.pop(receive)
-        into, sent = target.look(), source.look()
+        into = target.look()
+        sent = source.look()
         if into is None:
             return receive
         content = torch.full(source.shape, poison_of(source.dtype), dtype=source.dtype) if sent is None else sent

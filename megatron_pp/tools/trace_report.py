@@ -85,7 +85,8 @@ def _predicted(found: Findings) -> Timeline:
 
 
 def _summary(found: Findings) -> Table:
-    measured, predicted = found.measured, found.predicted
+    measured = found.measured
+    predicted = found.predicted
     rows = [
         ["step ms", short(measured.makespan), short(predicted.makespan)],
         ["bubble", percent(measured.bubble_share), percent(predicted.bubble_share)],
@@ -123,7 +124,8 @@ def _percent_off(excess: float, predicted: float) -> str:
 
 
 def _ranks(found: Findings) -> Table:
-    measured, predicted = found.measured, found.predicted
+    measured = found.measured
+    predicted = found.predicted
     rows = []
     for rank, waits in enumerate(measured.waits):
         numbers = [measured.busy[rank], predicted.busy[rank], measured.idle[rank], predicted.idle[rank]]
@@ -146,7 +148,8 @@ def _links(found: Findings) -> Table:
 def report_sentences(found: Findings) -> list[str]:
     """Sentences about the step and its prediction, the slowest rank, the share of hidden transfers, and the distance of
     the plan from the best possible one."""
-    rank, excess = found.slowest_rank, found.slowest_excess
+    rank = found.slowest_rank
+    excess = found.slowest_excess
     busy = short(found.measured.busy[rank])
     bound = bound_of(found.measured.plan, found.costs, found.network)
     return [

@@ -126,7 +126,8 @@ class _Merge:
         first = run.ranks[0]
         self.size = first.plans[first.steps[step].plan].message_bytes
         zero = _beginning(run, step)
-        self.starts, self.ends = [], []
+        self.starts = []
+        self.ends = []
         for trace, base in zip(run.ranks, _bases(run, step), strict=True):
             self.starts.append(_milliseconds(trace.steps[step].starts, base - zero))
             self.ends.append(_milliseconds(trace.steps[step].ends, base - zero))

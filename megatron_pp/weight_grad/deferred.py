@@ -29,7 +29,8 @@ class Deferred:
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        weight, bias = self.layer.weight, self.layer.bias
+        weight = self.layer.weight
+        bias = self.layer.bias
         return (weight,) if bias is None else (weight, bias)
 
     @property

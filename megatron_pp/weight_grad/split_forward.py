@@ -38,7 +38,8 @@ class DeferredProduct(Deferred):
     trans_b: bool
 
     def compute(self, fused: bool = True) -> Iterator[tuple[Tensor, Tensor | None]]:
-        left, right = self.layer_input, self.grad_output
+        left = self.layer_input
+        right = self.grad_output
         if self.trans_b:
             left, right = right, left
         grad = self.gmm(left, right, self.batch_sizes, trans_a=True, trans_b=False)

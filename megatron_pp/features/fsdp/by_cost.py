@@ -85,7 +85,8 @@ def _clocks(plan: Plan, costs: StageCosts, network: Network) -> list[_Collective
     result = simulate(plan, costs, network)
     clocks = []
     for rank, stages in enumerate(plan.placement.stages):
-        starts, ended = [], [0.0]
+        starts = []
+        ended = [0.0]
         events = iter([event for event in result.events(rank) if event.instruction.op in ins.SINGLE_COMPUTE_OPS])
         for at in plan.programs[rank]:
             if at.op in ins.COMPUTE_OPS:
@@ -175,7 +176,8 @@ def _timed(loads: Sequence[_Load], clock: _CollectiveTimes) -> tuple[Stay, ...]:
 
 def posted_in_order(stays: Sequence[Stay]) -> tuple[Stay, ...]:
     """The stays with their unshards in the order of use."""
-    found, post = [], 0
+    found = []
+    post = 0
     for stay in stays:
         post = max(post, stay.post)
         found.append(stay._replace(post=min(post, stay.first)))

@@ -15,7 +15,8 @@ class _Collectives(Charges):
 
     def transfer(self, ends: Gathering, now: float) -> Transfer:
         at = ends[0].at
-        rank, since = ends[0].entry.rank, ends[0].entry.posted
+        rank = ends[0].entry.rank
+        since = ends[0].entry.posted
         end = now + self.run.costs.of(at.op, at.stage)
         return Transfer(rank, rank, at.op, at.stage, at.mb, 0.0, since, since, now, now, end)
 

@@ -211,7 +211,8 @@ def with_collectives(program: Line, layout: ShardLayout) -> Line:
     def add(found: Sequence[tuple[str, int]]) -> None:
         made.extend(ins.placed(op, stages[chunk], NONE, NONE, chunk) for op, chunk in found)
 
-    boundary, due = 0, True
+    boundary = 0
+    due = True
     for at in program:
         if due and at.op not in _POSTED:
             add(at_boundary[boundary])

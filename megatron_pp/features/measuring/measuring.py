@@ -237,7 +237,8 @@ class Measuring(StepObserver):
 
 
 def _run_of(step: Any, steps: int, device: str, split: bool) -> MeasuredStep:
-    spec, inputs = step.spec, step.inputs
+    spec = step.spec
+    inputs = step.inputs
     sizes = spec.pipeline_size, spec.num_chunks, spec.num_microbatches, inputs.micro_batch_size, inputs.seq_length
     return MeasuredStep(steps, spec.schedule, *sizes, device, split)
 

@@ -24,7 +24,9 @@ from megatron_pp.common.object_table import ObjectTable
 logger = logging.getLogger("megatron_pp")
 
 _KEPT = 8  # steps of a rank on the store, and steps that wait for the numbers of other ranks
-_SOON, _SELDOM = 0.1, 5.0  # seconds between looks for numbers of other ranks, which double while none come
+# Seconds between looks for numbers of other ranks. They double while none come, from the first to the second.
+_SOON = 0.1
+_SELDOM = 5.0
 _JOIN = 2.0
 
 Rows = list[list[float]]

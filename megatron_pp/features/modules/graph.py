@@ -304,7 +304,8 @@ def _bridges(source: Module, target: Module) -> Iterator[tuple[list[Edge], list[
     """The edges of activations and of gradients of each pair of replicas that exchange something."""
     names = (source.name, target.name)
     several = (len(source.ranks), len(target.ranks))
-    larger, smaller = max(several), min(several)
+    larger = max(several)
+    smaller = min(several)
     if larger % smaller:
         raise PlanError(
             f"module {source.name} has {several[0]} data-parallel replicas and {target.name}, which takes its output, "

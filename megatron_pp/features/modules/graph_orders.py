@@ -170,7 +170,8 @@ class GraphOrders:
             changed = [*rows[:rank], tuple(moved), *rows[rank + 1 :]]
             found = self.length(changed)
             if found is not None and found <= length + _CLOSE:
-                rows, length = changed, found
+                rows = changed
+                length = found
         return rows
 
     def _keeps(self, rank: int, row: Sequence[tuple[str, int, int]], ahead: int) -> bool:

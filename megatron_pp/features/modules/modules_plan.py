@@ -219,7 +219,8 @@ def _check_peers(graph: ModuleGraph, orders: Sequence[Line]) -> None:
 
 def _order(spec: ModulesSpec, rank: int) -> Line:
     """The order of non-interleaved 1F1B (arXiv 2006.09503), with the number of stages on the longest way."""
-    graph, count = spec.graph, spec.num_microbatches
+    graph = spec.graph
+    count = spec.num_microbatches
     forwards, backwards = ([placed(op, rank, mb, -1, 0) for mb in range(count)] for op in (FORWARD, BACKWARD))
     if spec.forward_only:
         return tuple(forwards)

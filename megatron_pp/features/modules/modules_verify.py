@@ -144,7 +144,8 @@ class _ModulesWalk:
         self.ran[(at.chunk, at.mb)] |= rule.adds
         trains = not self.spec.forward_only
         inputs = len(self.edges[FORWARD][at.chunk].arriving)
-        arriving, leaving = len(edges.arriving), len(edges.leaving)
+        arriving = len(edges.arriving)
+        leaving = len(edges.leaving)
         if at.op == FORWARD:
             return Memory(outputs=leaving, inputs=0 if trains else -inputs, in_flight=trains)
         return Memory(inputs=-inputs, output_grads=-arriving, input_grads=leaving, in_flight=-1)

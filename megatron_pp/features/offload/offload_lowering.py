@@ -34,7 +34,9 @@ def copies_of(order: Sequence[Instruction], ends: Sequence[int], chunks: int, sl
     forwards = {_cell(at): i for i, at in enumerate(order) if at.op == FORWARD and at.chunk < chunks}
     backwards = [(i, at) for i, at in enumerate(order) if at.op in BACKWARD_OPS and at.chunk < chunks]
     starts = [end - 1 for end in ends]
-    freed, loaded = {}, {}  # by cell: boundaries
+    # Cell -> boundary
+    freed = {}
+    loaded = {}
     engine = 0
     for cell, i in forwards.items():
         engine = max(engine, ends[i]) + slots

@@ -39,7 +39,8 @@ class _Costs(CostHooks[StageCosts]):
             whole = replace(costs, output_layer=_NONE)
             return whole.with_last(forward, backward_input + weight, backward_input, weight)
         early = backward_input if placement.barriers == 1 else 0.0
-        s, t = forward + early, backward_input - early + weight
+        s = forward + early
+        t = backward_input - early + weight
         size = placement.pipeline_size
         return replace(costs, output_layer=_NONE, passes=(s / size, t / size))
 

@@ -113,7 +113,8 @@ class SplitOutputLayer(torch.nn.Module):
     def pass_s(self, of: _Microbatch, with_input_grad: bool) -> None:
         """Compute the logits of the rank's rows and their statistics. ``with_input_grad``: also the part of X's
         gradient that can be computed from them, ``exponentials @ weight``."""
-        weight, rows = self.weight, self.rows
+        weight = self.weight
+        rows = self.rows
         x = of.x.flatten(0, -2)
         logits = (x @ weight.to(x.dtype).t()).to(torch.promote_types(x.dtype, torch.float32))
         maximum = logits.amax(1) if len(rows) else logits.new_full((len(x),), -torch.inf)
@@ -128,7 +129,8 @@ class SplitOutputLayer(torch.nn.Module):
     def combine(self, of: _Microbatch, gathered: Tensor) -> None:
         """Combine the statistics of all ranks, ``gathered``, ``[ranks, 4, tokens]``, in the order of ranks. Scales the
         rank's exponentials to its softmax, and completes its part of X's gradient, except for the loss's gradient."""
-        weight, rows = self.weight, self.rows
+        weight = self.weight
+        rows = self.rows
         maximum = gathered[:, 0].amax(0)
         total = (gathered[:, 1] * (gathered[:, 0] - maximum).exp()).sum(0)
         target = gathered[:, 2].sum(0)
@@ -146,7 +148,8 @@ class SplitOutputLayer(torch.nn.Module):
     def pass_t(self, of: _Microbatch, with_input_grad: bool) -> None:
         """The weight gradient of the rank's rows, added to the parameter's as autograd does, its hooks included; with
         ``with_input_grad`` the rank's part of X's gradient."""
-        weight, rows = self.weight, self.rows
+        weight = self.weight
+        rows = self.rows
         assert of.loss_grad is not None
         grad = of.exponentials
         place, mine = _own_labels(of.labels, rows)
@@ -335,7 +338,10 @@ class OutputLayerRunner:
             self._give_back(at)
 
     def _all_reduce(self, at: Task) -> None:
-        of, layer, root = self.kept[at.mb], self.layer, self.root  # not ``self``, which keeps the handle of ``run``
+        # Local names, because ``self`` keeps the handle of ``run``.
+        of = self.kept[at.mb]
+        layer = self.layer
+        root = self.root
 
         def run(group: Collectives) -> None:
             layer.combine(of, group.all_gather(of.statistics))

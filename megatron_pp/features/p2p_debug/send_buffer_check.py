@@ -163,7 +163,8 @@ class _PendingSend:
         self._tensor = weakref.ref(tensor)
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        self._dtype, self._device = tensor.dtype, tensor.device
+        self._dtype = tensor.dtype
+        self._device = tensor.device
         # For a part of a larger tensor only the sums show whether it was written to.
         self._version = version_of(tensor) if is_whole(tensor) else UNWATCHED
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from megatron_pp.runtime.engine.executor import PlanExecutor
 
 _UNKNOWN = -1
-_ACTIVATION, _GRADIENT = 1, 2
+_ACTIVATION = 1
+_GRADIENT = 2
 _KINDS = {_ACTIVATION: "activation", _GRADIENT: "gradient", _UNKNOWN: "message"}
 
 

@@ -176,7 +176,8 @@ class _Slot:
             widened = max((one for one in self.bins if one.context <= self.free), key=lambda one: one.cost)
             self.free -= widened.context
             widened.context *= 2
-        packs, first = [], 0
+        packs = []
+        first = 0
         for one in sorted(self.bins, key=lambda one: (-one.context, one.sequences)):
             ranks = range(first, first + one.context)
             own = tuple(lengths[k] for k in one.sequences)

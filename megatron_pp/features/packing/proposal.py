@@ -166,7 +166,8 @@ def proposed(
     if not plans:
         return "no other order is found"
     found, certificate = _best(plans, step_of)
-    old, new = step_of(plan), step_of(found)
+    old = step_of(plan)
+    new = step_of(found)
     gain = 1.0 - new / old if old else 0.0
     if gain < LEAST_GAIN:
         return f"{spec.schedule} finds none that is shorter by {LEAST_GAIN:.0%} (the best one: {gain:.1%})"

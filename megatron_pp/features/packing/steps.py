@@ -67,7 +67,8 @@ class PackedSteps:
         self._following = following
         self._proposal = None if found is None else found.proposal
         self._plan = None
-        self._asked, self._found = 0, None
+        self._asked = 0
+        self._found = None
         self._number += 1
         return step
 

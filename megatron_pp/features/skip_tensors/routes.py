@@ -180,7 +180,8 @@ def routes_of(tensors: tuple[SkipTensor, ...], cache: str, placement: Placement)
 
 def routes_in(plan: Plan) -> Routes | None:
     """The routes of the plan's named tensors; None if there are none."""
-    tensors, cache = plan.spec.skip_tensors, plan.spec.skip_cache
+    tensors = plan.spec.skip_tensors
+    cache = plan.spec.skip_cache
     return routes_of(tensors, cache, plan.placement) if tensors else None
 
 

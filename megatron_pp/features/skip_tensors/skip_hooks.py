@@ -24,7 +24,8 @@ class _Hooks(PlanHooks):
         return {"skip_tensors": skip_tensors(tensors, spec.pipeline_size * spec.num_chunks) if tensors else ()}
 
     def of_config(self, config: Any, placement: Placement, training: bool) -> Mapping[str, Any]:
-        given, cache = config.skip_tensors, config.skip_cache
+        given = config.skip_tensors
+        cache = config.skip_cache
         if not given:
             return {"skip_cache": cache}
         if not isinstance(given, Iterable):

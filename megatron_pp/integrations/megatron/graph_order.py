@@ -30,7 +30,8 @@ from megatron_pp.tracing.step_observer import StepObserver
 def step_observer(step: Any) -> StepObserver | None:
     """The observer that keeps the graphs of a step's model in order; None if none is needed. Raises ScheduleInputError
     on all ranks alike if graphs, or copies of activations, would be out of order."""
-    spec, settings = step.draft, step.settings
+    spec = step.draft
+    settings = step.settings
     interleaved = settings.virtual_pipeline_model_parallel_size is not None
     group = getattr(step.config, "microbatch_group_size_per_vp_stage", None) or 0  # Megatron reads no other setting
     if settings.fine_grained_activation_offloading:
@@ -64,7 +65,8 @@ class LocalGraphs(StepObserver):
 
     def check(self, spec: PlanSpec) -> None:
         """Raises ScheduleInputError if a step of ``spec`` would replay graphs in another order."""
-        theirs, why = self.captured, None
+        theirs = self.captured
+        why = None
         if spec.joins:
             why = "the two halves of a pair (overlapped_forward_backward) run at the same time"
         elif theirs is None:

@@ -80,7 +80,8 @@ class EdgeFinder:
                 if self.calls[stage].is_last:  # its real inputs may be fine
                     found = (), None
                 else:
-                    error, found = raised, f"{type(raised).__name__}: {raised}"
+                    error = raised
+                    found = f"{type(raised).__name__}: {raised}"
         rank = self.placement.homes[stage][0]
         found = self.ranks.of_rank(rank, found)
         if error is None and isinstance(found, str):
@@ -149,7 +150,8 @@ def _mark_unused(edges: list[Edge], links: Sequence[Links]) -> None:
     used: list[bool] | None = None if of_last is None else [bool(outputs) for outputs in of_last]
     for k in reversed(range(len(edges))):
         if k < len(edges) - 1:
-            passed, after = links[k], edges[k + 1]
+            passed = links[k]
+            after = edges[k + 1]
             used = None if passed is None else [any(after[j].comes_back for j in outputs) for outputs in passed]
         if used is not None:
             edges[k] = tuple(meta._replace(comes_back=one) for meta, one in zip(edges[k], used, strict=True))

@@ -45,7 +45,8 @@ class StageSteps:
         self._sharded = [any(isinstance(one, FSDPModule) for one in call.stage.submod.modules()) for call in self.calls]
 
     def forward(self, chunk: int, mb: int, input_tensor: Hop | None) -> Any:
-        call, batch = self.calls[chunk], self.batch
+        call = self.calls[chunk]
+        batch = self.batch
         given = batch.args[mb] if input_tensor is None else input_tensor.tensors
         output = call(given, batch.kwargs[mb])
         if not call.is_last:
@@ -101,7 +102,8 @@ class StageSteps:
         if call.is_last:
             return ([output], [None]) if output is not None else ([], [])
         assert output_grad is not None
-        roots, grads = [], []
+        roots = []
+        grads = []
         for root, grad, meta in zip(output.tensors, output_grad.tensors, self.edges[call.index], strict=True):
             has_graph = isinstance(root, GradientEdge) or (root is not None and root.requires_grad)
             # If later stages do not use an output, zeros arrive. One process would run no backward from that output.

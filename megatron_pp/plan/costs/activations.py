@@ -29,8 +29,12 @@ def kept_timeline(
     the rank's, by chunk; per stage of the model, a forward keeps ``forward`` until its backward and a split backward
     ``weight`` until its W, in any unit.
     """
-    in_flight, waiting = [0] * len(stages), [0] * len(stages)  # counts, so that sums of shares do not drift
-    kept, now = [0.0] * len(stages), 0.0  # of each chunk, and of all
+    # Counts, so that sums of shares do not drift.
+    in_flight = [0] * len(stages)
+    waiting = [0] * len(stages)
+    # Memory of each chunk, and of all.
+    kept = [0.0] * len(stages)
+    now = 0.0
     for at in unjoined(order):
         op = at.op
         if IN_FLIGHT[op] or WEIGHT_BACKLOG[op]:

@@ -14,7 +14,9 @@ from megatron_pp.plan.ir.spec import BATCHED, ONE_WAY
 
 MIB = 2**20
 CONTEXT = 534 * MIB  # of a process on an H100 (meta-pytorch/torchcomms#777)
-RECEIVING, SENDING = 10 * MIB, 2 * MIB  # of a peer in each of NCCL's channels (NVIDIA/nccl#1685)
+# Bytes of a peer in each of NCCL's channels (NVIDIA/nccl#1685).
+RECEIVING = 10 * MIB
+SENDING = 2 * MIB
 MEASURED_MORE = 516 * MIB
 """What a process took beyond the estimate in the one measurement: 1,242 MiB beside what torch reserved, where the
 estimate is 726 MiB, of a rank of two on one H200, with NCCL 2.28.9 over sockets (docs/gpu_results.md, "contexts"). The

@@ -120,7 +120,8 @@ class Measured(MeasuredSettings):
 
     def memory(self, placement: Placement) -> MemoryModel:
         """Memory per stage, and the limits per rank."""
-        stages, ranks = placement.num_stages, placement.pipeline_size
+        stages = placement.num_stages
+        ranks = placement.pipeline_size
         limits = (math.inf,) * ranks if self.memory_limit is None else self._each("memory_limit", ranks, "ranks")
         activation = self._each("activation", stages)
         if self.weight_activation is None:

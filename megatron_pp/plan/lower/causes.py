@@ -13,7 +13,8 @@ def behind_causes(clocked: Clocked, placement: Placement, rank: int, first: int,
     ends = clocked.ends
     latest = clocked.ends[rank][first]
     behind = first
-    seen, places = set(), [(source, due)]
+    seen = set()
+    places = [(source, due)]
     while places:
         one, end = place = places.pop()
         if end < latest or place in seen:
@@ -21,7 +22,8 @@ def behind_causes(clocked: Clocked, placement: Placement, rank: int, first: int,
         seen.add(place)
         at = bisect_left(ends[one], end)
         if one == rank:
-            latest, behind = end, at + 1
+            latest = end
+            behind = at + 1
             continue
         if at:
             places.append((one, ends[one][at - 1]))

@@ -64,7 +64,8 @@ def in_a_row(plan: Plan, steps: int) -> Plan:
     def repeated(line: Line) -> Line:
         return tuple(later(at, step * count) for step in range(steps) for at in line)
 
-    programs, orders = tuple(map(repeated, plan.programs)), tuple(map(repeated, plan.orders))
+    programs = tuple(map(repeated, plan.programs))
+    orders = tuple(map(repeated, plan.orders))
     return replace(plan, spec=replace(plan.spec, num_microbatches=steps * count), programs=programs, orders=orders)
 
 

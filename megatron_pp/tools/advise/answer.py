@@ -61,7 +61,8 @@ def megatron_flags(question: Question, outcome: Outcome) -> list[str]:
     """The arguments for Megatron's scripts. Megatron has one number of recomputed layers for all stages, so the largest
     is used. If layers are not known, there are no arguments for recomputation.
     """
-    chosen, fit = outcome.candidate, outcome.fit
+    chosen = outcome.candidate
+    fit = outcome.fit
     flags = ["--pipeline-model-parallel-size", str(question.pipeline_size)]
     layout = layout_of(outcome)
     if layout and fit is not None and any(is_hybrid(layers) for layers in fit.stages):
@@ -135,7 +136,8 @@ def _recomputed_in_words(outcome: Outcome) -> str:
 
 def sentences(question: Question, outcome: Outcome) -> list[str]:
     """The predicted step, its distance from the bound, memory, throughput."""
-    fit, bound = outcome.fit, outcome.bound
+    fit = outcome.fit
+    bound = outcome.bound
     lines = [f"step {rounded(outcome.step):.4g} ms, bubble {outcome.bubble:.1%}"]
     if bound is not None:
         within = f"within {outcome.excess:.1%} of the bound" if outcome.excess > 5e-4 else "at the bound"
@@ -259,7 +261,8 @@ def estimated_why(one: Estimate, best: Outcome) -> str:
 def as_json(findings: Findings, order: MicrobatchOrder | None = None, measured: str = MEASURED_FILE) -> dict[str, Any]:
     """The answer as a JSON value. ``order`` is that of unequal microbatches, ``measured`` the file with a search's
     costs."""
-    question, best = findings.question, findings.best
+    question = findings.question
+    best = findings.best
     return {
         "recommended": None if best is None else _facts(question, best, measured),
         "microbatch_order": None if order is None else asdict(order),

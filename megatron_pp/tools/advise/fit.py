@@ -26,7 +26,8 @@ _MOST_MOVES = 60
 def balanced(units: Units, num_stages: int) -> Counts:
     """The units per stage, each at least 1, with the least possible work of the most expensive stage."""
     work = [sum(one.work for one in unit) for unit in units]
-    low, high = max(work), sum(work)
+    low = max(work)
+    high = sum(work)
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (low, middle) if _greedy(work, num_stages, middle) else (middle, high)
@@ -36,7 +37,8 @@ def balanced(units: Units, num_stages: int) -> Counts:
 def _greedy(work: Sequence[float], num_stages: int, most: float) -> Counts | None:
     """The units per stage if stages are filled from the front up to the work ``most``; None if this needs more
     stages."""
-    counts, filled = [0], 0.0
+    counts = [0]
+    filled = 0.0
     for k, one in enumerate(work):
         left = len(work) - k
         stages_left = num_stages - len(counts)
@@ -199,7 +201,8 @@ class _Cuts:
             least, moved = min(found)
             if least >= best:
                 break
-            best, counts = least, moved
+            best = least
+            counts = moved
         return counts
 
     def _ranks(self, counts: Counts) -> list[_OfRank]:
@@ -288,7 +291,11 @@ def _stage_costs(
     stages: Sequence[Sequence[Layer]], chosen: Sequence[int], attention: float, output: Layer | None = None
 ) -> tuple[StageCosts, tuple[float, ...], tuple[float, ...]]:
     """Times, activations and late memory of each stage if its first ``chosen`` recomputable layers are recomputed."""
-    forward, again, weight, kept, late = [], [], [], [], []
+    forward = []
+    again = []
+    weight = []
+    kept = []
+    late = []
     for layers, count in zip(stages, chosen, strict=True):
         sums = total(layers)
         redone = _recomputable(layers)[:count]

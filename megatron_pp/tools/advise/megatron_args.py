@@ -162,7 +162,8 @@ def _hybrid(args: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The letters of the layers in ``--hybrid-layer-pattern``, and those of each MTP layer. Its pipeline stages are
     ignored: the advisor chooses them."""
     text = HybridPattern.read(args.get("hybrid_layer_pattern", args.get("hybrid_override_pattern")))
-    main, mtp = text.layers, [*text.predictions]
+    main = text.layers
+    mtp = [*text.predictions]
     unknown_ones = sorted({*main, *"".join(mtp)} - {*PATTERN})
     if unknown_ones or len({*mtp}) > 1 or "" in mtp:
         known = " ".join(PATTERN)

@@ -13,7 +13,9 @@ from megatron_pp.tools.advise.evaluate import Outcome
 from megatron_pp.tools.advise.question import Question
 
 _TRIALS = 600  # trials for each start order
-_STARTS, _LOOKS = 5, 15  # start orders, and estimates of them without trials
+# Start orders, and estimates of them without trials.
+_STARTS = 5
+_LOOKS = 15
 _OPERATIONS = 2_400_000  # operations of all estimates without a budget: 4 s
 
 
@@ -61,7 +63,9 @@ def best_order(question: Question, outcome: Outcome, seconds: float | None = Non
     if seconds is None:
         trials = min(_TRIALS, (_OPERATIONS // sum(map(len, plan.orders)) - _LOOKS) // _STARTS)
     order = in_turn if trials < 0 else shortest_order(given, estimate, trials, is_over)
-    as_given, step = step_in(in_turn), step_in(order)
+    as_given = step_in(in_turn)
+    step = step_in(order)
     if step >= as_given:
-        order, step = in_turn, as_given
+        order = in_turn
+        step = as_given
     return MicrobatchOrder(order, step, as_given)

@@ -9,7 +9,11 @@ from dataclasses import dataclass, fields, replace
 from megatron_pp.errors import PlanError
 from megatron_pp.plan.costs.activations import WEIGHT_SHARE
 
-EMBEDDING, DECODER, MTP, LOSS, PART = "embedding", "decoder", "mtp", "loss", "part"
+EMBEDDING = "embedding"
+DECODER = "decoder"
+MTP = "mtp"
+LOSS = "loss"
+PART = "part"
 LETTERS = {EMBEDDING: "E", DECODER: "t", MTP: "m", LOSS: "L"}
 """The letters of layers in Megatron's ``pipeline_model_parallel_layout``."""
 

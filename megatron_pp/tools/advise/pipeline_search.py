@@ -28,7 +28,9 @@ Report = Callable[[int, int, str], None]
 
 _GAIN = 0.002  # a search is run only if its bound is below the best step by this share
 _AS_FAST = 1e-3  # steps whose times differ by less count as equally fast
-_EXTRA, _FIRST = 1.0, 5.0  # overtime until a first plan fits: this many budgets, or seconds, whichever is longer
+# Overtime until a first plan fits: this many budgets, or seconds, whichever is longer.
+_EXTRA = 1.0
+_FIRST = 5.0
 _FIRST_LOOK = 2.0  # seconds for estimates, or half of the budget
 _CLOSER = 0.5  # expected distance of a search for less memory from its bound, as a share of this search's distance
 _CHUNK = 0.003  # a search with one chunk more takes longer, so its bound must be lower by this share
@@ -404,7 +406,8 @@ class _Evaluator:
             self.processes.update({*multiprocessing.active_children()} - {*before})
 
     def outcomes(self) -> Iterator[Outcome]:
-        queue, running = self.queue, self.running
+        queue = self.queue
+        running = self.running
         while not queue.is_over():
             while len(running) < self.jobs and (candidate := queue.next(running)):
                 if self.jobs > 1:

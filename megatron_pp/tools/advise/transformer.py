@@ -170,7 +170,8 @@ class _Costs:
     def _context(self, nbytes: float, factor: float, core: float) -> float:
         """The exposed time of context-parallel collectives. A ring runs during attention. In a backward it also carries
         the gradients of keys and values."""
-        shape, kind = self.model.shape, self.model.context_comm
+        shape = self.model.shape
+        kind = self.model.context_comm
         ranks = shape.tensor_parallel * shape.context_parallel
         time = self.rates.sent(nbytes, ranks > self.rates.gpu.domain) * (1.0 if kind == "a2a" else factor)
         return max(0.0, time - core) if kind == "p2p" else time
@@ -198,7 +199,8 @@ class _Costs:
         return time - beside + beside * PROCESSORS / (1 - PROCESSORS)
 
     def mtp(self, last: Layer) -> Layer:
-        shape, joined = self.model.shape, self.model.joined
+        shape = self.model.shape
+        joined = self.model.joined
         time = self.rates.products(2 * shape.tokens * joined, shape.element_bytes * joined)
         times = {name: getattr(last, name) + time for name in ("forward", "backward_input", "weight")}
         static = last.static + joined * shape.bytes_per_parameter / GB

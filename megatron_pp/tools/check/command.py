@@ -13,7 +13,9 @@ from megatron_pp.tools.advise.layers.gpus import Gpu
 from megatron_pp.tools.check.findings import ERROR, LEVELS, NOTE, RISK, SECTIONS, Finding, Section
 from megatron_pp.tools.check.jobs.job import Job
 
-NOTHING, FAILS, RISKS = 0, 1, 3
+NOTHING = 0
+FAILS = 1
+RISKS = 3
 """Exit codes: nothing found; the job would fail or compute wrongly; only risks found."""
 _MODULES = {"time": "step_time"}
 """Section -> its module, if the module has another name."""

@@ -11,7 +11,9 @@ from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.stages import Stage, batch_of, chunks_of, microbatches_of, pipeline_size, stages_of
 
 _WIDTH = 74  # columns of a picture
-_RANKS, _SHOWN = 12, 4  # of a pipeline with more than 12 ranks, the first 4 and the last 4 are shown
+# Of a pipeline with more than 12 ranks, the first 4 and the last 4 are shown.
+_RANKS = 12
+_SHOWN = 4
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
@@ -123,7 +125,8 @@ def _placed_by(job: Job) -> str:
 def _silent(job: Job) -> Iterator[Finding]:
     """A finding for each setting that Megatron changes or ignores. If Megatron's own checks have run, reading has found
     the settings that they change."""
-    size, chunks = pipeline_size(job), chunks_of(job)
+    size = pipeline_size(job)
+    chunks = chunks_of(job)
     wanted = bool(job.given.get("overlap_p2p_comm") or job.given.get("overlap_p2p_communication"))
     if chunks == 1 and size > 1 and wanted:
         yield Finding(
@@ -153,7 +156,8 @@ def _left_layout(job: Job) -> Iterator[Finding]:
         return
     named = "pipeline_model_parallel_layout"
     if job.given.get(named) is not None:
-        size, chunks = pipeline_size(job), chunks_of(job)
+        size = pipeline_size(job)
+        chunks = chunks_of(job)
         yield Finding(
             "chunks-by-a-layout",
             RISK,
@@ -202,7 +206,8 @@ def _uneven(job: Job, stages: Sequence[Stage]) -> Iterator[Finding]:
     size = pipeline_size(job)
     held = [sum(len(one.layers) + one.mtp for one in stages if one.rank == rank) for rank in range(size)]
     if size > 2 and max(held[1:-1]) != min(held[1:-1]):
-        most, least = held.index(max(held[1:-1]), 1), held.index(min(held[1:-1]), 1)
+        most = held.index(max(held[1:-1]), 1)
+        least = held.index(min(held[1:-1]), 1)
         yield Finding(
             "uneven-middle-ranks",
             NOTE,

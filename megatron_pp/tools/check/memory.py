@@ -21,7 +21,8 @@ from megatron_pp.tools.check.stages import pipeline_size, stages_of
 
 MOST = 64
 """Most microbatches of the plan whose memory is estimated. A longer step does not need more memory."""
-TOO_LOW, TOO_HIGH = 0.23, 0.09
+TOO_LOW = 0.23
+TOO_HIGH = 0.09
 """Estimates were at most so much lower and higher than measured memory (`scripts/check_memory.py`)."""
 _CLOSE = 0.9  # above this share of the card's memory the job may not fit, as estimates are not exact
 _REPLICAS = 2**40  # so many replicas that the optimizer's share of one is nothing

@@ -32,7 +32,8 @@ _OWN_WORDS = ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq"
 def spec_of(job: Job, schedule: str = "", most: int | None = None) -> PlanSpec:
     """The plan that this engine runs for the job, with Megatron's schedule or the given one. It has at most ``most``
     microbatches, rounded down to whole groups. Raises PlanError and LayoutError."""
-    size, chunks = pipeline_size(job), chunks_of(job)
+    size = pipeline_size(job)
+    chunks = chunks_of(job)
     if size * chunks > _MOST_STAGES:
         raise PlanError(f"the pipeline has {size * chunks} stages; check takes at most {_MOST_STAGES}")
     group = int(job.get("microbatch_group_size_per_vp_stage") or size) if chunks > 1 else 0

@@ -18,7 +18,8 @@ from megatron_pp.tools.check.jobs.job import TORCHTITAN, Job
 from megatron_pp.tools.check.stages import pipeline_size, stages_of
 
 FILE = Path(__file__).with_name("known_faults.toml")
-SAME, NOT_AFFECTED = "same", "not affected"
+SAME = "same"
+NOT_AFFECTED = "not affected"
 OLDEST = "0.14.0"  # the oldest release whose sources were examined for the file
 _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
@@ -164,7 +165,8 @@ def prediction_between_the_ends(job: Job) -> bool:
 
 def auxiliary_losses_of_experts(job: Job) -> bool:
     """Whether a coefficient of the routers' auxiliary losses is above zero. The one of load balancing may be a list."""
-    balance, z_loss = job.get("moe_aux_loss_coeff"), job.get("moe_z_loss_coeff")
+    balance = job.get("moe_aux_loss_coeff")
+    z_loss = job.get("moe_z_loss_coeff")
     coefficients = [*(balance if isinstance(balance, (list, tuple)) else [balance]), z_loss]
     return any(isinstance(one, (int, float)) and one > 0 for one in coefficients)
 

@@ -80,7 +80,8 @@ def batch_of(job: Job) -> Any:
 
 def stages_of(job: Job) -> tuple[Stage, ...]:
     """All stages, in the order of the model. Raises LayoutError if the layers cannot be placed on them."""
-    size, chunks = pipeline_size(job), chunks_of(job)
+    size = pipeline_size(job)
+    chunks = chunks_of(job)
     given = _letters(job)
     if given is not None:
         if len(given) != size * chunks:
@@ -156,7 +157,8 @@ def _of_names(job: Job, stage: Any) -> str:
 
 
 def _numbered(letters: Sequence[str], size: int) -> list[Stage]:
-    stages, first = [], 0
+    stages = []
+    first = 0
     for number, text in enumerate(letters):
         layers = range(first, first + text.count("t"))
         first = layers.stop

@@ -39,5 +39,6 @@ def _found_by_rules(job: Job) -> Iterator[Finding]:
 
 def _are_of_one_thing(read: Finding, rule: Finding) -> bool:
     """Whether both findings are about one fault: they have two settings in common, or the only setting of one."""
-    ours, theirs = set(rule.settings), set(read.settings)
+    ours = set(rule.settings)
+    theirs = set(read.settings)
     return len(ours & theirs) >= min(2, len(ours), len(theirs)) > 0

@@ -19,7 +19,8 @@ from megatron_pp.tools.check.priced import Priced, priced, why_not_priced
 from megatron_pp.tools.check.rules import RULES
 from megatron_pp.tools.check.stages import chunks_of, microbatches_of, pipeline_size
 
-_FEWER, _LONG = (1, 2), 32
+_FEWER = (1, 2)
+_LONG = 32
 """The pilots of pipelines with at least ``_LONG`` ranks. They are shorter, as P microbatches are many there."""
 _GAIN = 0.01  # a faster setting saves at least this share of the step
 _BETTER = 3
@@ -230,7 +231,8 @@ def _work_of(job: Job, args: Mapping[str, Any], schedule: str) -> float:
 
 def _tried(job: Job) -> Iterator[tuple[str, str, Mapping[str, Any], str]]:
     """Settings to try: (name, how the user sets it, the changed settings, the schedule or "" for Megatron's)."""
-    size, chunks = pipeline_size(job), chunks_of(job)
+    size = pipeline_size(job)
+    chunks = chunks_of(job)
     if size == 1 or job.framework == TORCHTITAN:  # torchtitan's settings have other names
         return
     for name in () if any(map(job.get, _WHOLE)) or job.get("cuda_graph_impl", "none") != "none" else _OURS[chunks > 1]:

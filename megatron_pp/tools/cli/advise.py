@@ -176,7 +176,8 @@ class _Lines:
 
 
 def _nothing_found(findings: Findings) -> MegatronPPError:
-    question, least = findings.question, findings.least_memory
+    question = findings.question
+    least = findings.least_memory
     if least is None and findings.cut_short:
         estimates = [one for one in findings.estimates if not one.refused]
         fastest = min(estimates, key=lambda one: one.step, default=None)

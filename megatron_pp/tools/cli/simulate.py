@@ -273,9 +273,11 @@ def _compare(args: argparse.Namespace, megatron: OfMegatron | None, console: Con
         refuse(args, OPTIONS, "is for --memory, or --memory-limit")
     limit = None if args.memory_limit is None else args.memory_limit * 2**30
     if traced is not None:
-        costs, network = traced.costs, traced.network
+        costs = traced.costs
+        network = traced.network
     elif megatron is not None and megatron.costs is not None and megatron.network is not None:
-        costs, network = megatron.costs, megatron.network
+        costs = megatron.costs
+        network = megatron.network
     else:  # without costs, the whole model takes P slots for each of F, B and W, for any V
         costs = cost_options.cost_profile(args, shape, size, 1, max(spec.num_parts for spec in specs))
         network = cost_options.network(args, shape, size)

@@ -76,7 +76,8 @@ def _events(timeline: Timeline, began: float, prefix: str) -> Iterator[dict[str,
         start = (began + transfer.start) * _MICROS
         end = (began + transfer.end) * _MICROS
         span = {"ph": "X", "ts": start, "dur": end - start, "args": args}
-        sent, got = _SENT_ACT + gradient, _GOT_ACT + gradient
+        sent = _SENT_ACT + gradient
+        got = _GOT_ACT + gradient
         made = transfer.stage + 1 if gradient else transfer.stage - 1
         yield {
             **span,

@@ -7,8 +7,16 @@ from typing import NamedTuple
 from megatron_pp.tools.draw.palette import NAMES, OPERATIONS, Colour, block_colour
 from megatron_pp.tools.draw.timeline import COLLECTIVES, COPIES, Timeline
 
-SHADES, IDLE, WAIT, ACTIVATION, GRADIENT, MEMORY = "shades", "idle", "wait", "activation", "gradient", "memory"
-OFFLOADING, LOADING, GATHERING, REDUCING = "offload", "load", "gather", "scatter"
+SHADES = "shades"
+IDLE = "idle"
+WAIT = "wait"
+ACTIVATION = "activation"
+GRADIENT = "gradient"
+MEMORY = "memory"
+OFFLOADING = "offload"
+LOADING = "load"
+GATHERING = "gather"
+REDUCING = "scatter"
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -81,7 +89,8 @@ def _times(timeline: Timeline, op: str) -> list[float]:
 
 
 def _range(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     return short(low) if short(low) == short(high) else f"{short(low)} to {short(high)}"
 
 

@@ -29,14 +29,26 @@ from megatron_pp.tools.draw.palette import DARK, LIGHT, OPERATIONS, Colour, Them
 from megatron_pp.tools.draw.timeline import COLLECTIVES, COPIES, Lane, Timeline, pieces, thinned
 
 _DOTS = 2  # dots of a PNG per pixel
-_MOST_DOTS, _MOST_SIDE = 10**8, 2**16 - 1
+_MOST_DOTS = 10**8
+_MOST_SIDE = 2**16 - 1
 _TEXT = 12.0  # pixels
-_LEFT, _RIGHT = 62.0, 14.0
-_ROW, _ROW_GAP, _STRIP, _CURVES, _GAP = 22.0, 5.0, 3.0, 64.0, 22.0
+_LEFT = 62.0
+_RIGHT = 14.0
+_ROW = 22.0
+_ROW_GAP = 5.0
+_STRIP = 3.0
+_CURVES = 64.0
+_GAP = 22.0
 _FAMILY = "'DejaVu Sans', Verdana, Arial, sans-serif"
-_LARGEST, _STACKED = 11.0, 9.5  # the largest font sizes, in pixels, of labels in one line and in two lines
-_GOOD, _SMALLEST = 7.5, 6.0
-_NARROWEST, _USUAL, _WIDEST = 900, 1400, 2800  # pictures, in pixels
+# The largest font sizes, in pixels, of labels in one line and in two lines, and further sizes.
+_LARGEST = 11.0
+_STACKED = 9.5
+_GOOD = 7.5
+_SMALLEST = 6.0
+# Widths of pictures, in pixels.
+_NARROWEST = 900
+_USUAL = 1400
+_WIDEST = 2800
 _ROOM = 3.0  # pixels around a label
 _MEASURE = 100.0  # the font size at which widths are measured
 _RC = {"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "megatron_pp"}
@@ -192,7 +204,10 @@ class _Picture:
     # ---- primitives: they are collected first, because the height of the figure follows from its content
 
     def _box(self, x: float, y: float, width: float, height: float, colour: Colour, order: float = 2.0) -> None:
-        left, top, right, bottom = round(x, 1), round(y, 1), round(x + width, 1), round(y + height, 1)
+        left = round(x, 1)
+        top = round(y, 1)
+        right = round(x + width, 1)
+        bottom = round(y + height, 1)
         self.shapes[colour, order].append([(left, top), (right, top), (right, bottom), (left, bottom)])
 
     def _text(

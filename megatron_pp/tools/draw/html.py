@@ -31,7 +31,8 @@ _COMPUTE, _WAITS, _COPY_WAITS = (
     for ops in (OPERATIONS, [op for op in POST_OF if op not in STAGE_OPS], [*COPY_OF, *_OF_SHARDS])
 )
 _STRIPS = dict(zip(("offloads", "loads", "gathers", "scatters"), (*COPIES, *COLLECTIVES), strict=True))
-_MOST_CHUNKS, _MOST_MICROBATCHES = 2**9, 2**20
+_MOST_CHUNKS = 2**9
+_MOST_MICROBATCHES = 2**20
 _MOST_MEMORY_STEPS = 4000, 48_000  # per lane, and in all lanes; more steps are thinned, but keep their peaks
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # heading, column names, rows
 

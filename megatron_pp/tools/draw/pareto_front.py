@@ -10,7 +10,9 @@ from megatron_pp.tools.draw.palette import LIGHT
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_WIDTH, _HEIGHT = 760, 420  # pixels
+# Of the figure, in pixels.
+_WIDTH = 760
+_HEIGHT = 420
 _TEXT = 11.0
 _FAR = 1.6  # points that are slower than the best by more than this are left out
 

@@ -127,7 +127,10 @@ class Timeline:
     @cached_property
     def traffic(self) -> Traffic:
         """All transfers in numbers."""
-        messages, size, shortest, longest = 0, 0.0, math.inf, 0.0
+        messages = 0
+        size = 0.0
+        shortest = math.inf
+        longest = 0.0
         for transfer in self.transfers:
             messages += 1
             size += transfer.size

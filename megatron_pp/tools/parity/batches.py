@@ -22,7 +22,9 @@ def install(uneven_masks: bool) -> None:
         from megatron.training import get_args
 
         args = get_args()
-        args.do_train, args.do_valid, args.do_test = True, False, False
+        args.do_train = True
+        args.do_valid = False
+        args.do_test = False
         place = Place.here()
         found = batches(args, place.rank["DP"], place.size["DP"], uneven_masks)
         chosen = getattr(provider, "func", provider)  # a partial for each model chunk

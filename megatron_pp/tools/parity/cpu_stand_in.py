@@ -186,7 +186,8 @@ def _redirect_cuda_module() -> None:
     cuda.is_current_stream_capturing = lambda: False
 
     no_stream = NoStream()
-    cuda.Stream, cuda.Event = NoStream, NoEvent
+    cuda.Stream = NoStream
+    cuda.Event = NoEvent
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: no_stream
     cuda.stream = lambda stream: contextlib.nullcontext()
 
@@ -194,7 +195,8 @@ def _redirect_cuda_module() -> None:
         torch.default_generator.manual_seed(int(value))  # not torch.manual_seed, which calls this function
 
     for module in (cuda, cuda.random):
-        module.get_rng_state, module.set_rng_state = _get_state, _set_state
+        module.get_rng_state = _get_state
+        module.set_rng_state = _set_state
         module.manual_seed = module.manual_seed_all = seed
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, nothing)
@@ -266,7 +268,8 @@ def _kernel(*args: Any, **kwargs: Any) -> Any:
 def _redirect_rng_tracker() -> None:
     import megatron.core.tensor_parallel.random as tracker
 
-    tracker._get_cuda_rng_state, tracker._set_cuda_rng_state = _get_state, _set_state
+    tracker._get_cuda_rng_state = _get_state
+    tracker._set_cuda_rng_state = _set_state
     # The tracker warns that the CPU's state changed inside a CUDA fork. Here this is intended.
     logging.getLogger(tracker.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 

@@ -10,12 +10,18 @@ from dataclasses import dataclass, replace
 from megatron_pp.config.hybrid_pattern import HybridPattern
 from megatron_pp.tools.flags.flags import Flags
 
-TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
-EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
-STAGE_LAYERS, CHUNKS = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+TP = "--tensor-model-parallel-size"
+PP = "--pipeline-model-parallel-size"
+CP = "--context-parallel-size"
+EP = "--expert-model-parallel-size"
+ETP = "--expert-tensor-parallel-size"
+STAGE_LAYERS = "--num-layers-per-virtual-pipeline-stage"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 HYBRID = "--hybrid-layer-pattern"
-LAYOUT, VOCABULARY = "--pipeline-model-parallel-layout", "--make-vocab-size-divisible-by"
-FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+LAYOUT = "--pipeline-model-parallel-layout"
+VOCABULARY = "--make-vocab-size-divisible-by"
+FIRST = "--decoder-first-pipeline-num-layers"
+LAST = "--decoder-last-pipeline-num-layers"
 SHARDED_OPTIMIZER = "--use-distributed-optimizer"
 _OF_PIPELINES = (
     *(PP, STAGE_LAYERS, CHUNKS, LAYOUT, FIRST, LAST, "--microbatch-group-size-per-virtual-pipeline-stage"),

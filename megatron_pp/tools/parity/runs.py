@@ -26,7 +26,8 @@ from megatron_pp.tools.parity.layout import NO_OPTIMIZER, RESTORE, SAVE, Layout
 from megatron_pp.tools.parity.records.recorder import PARAMETER, TRAINING_LOOP, Record, Recorder
 from megatron_pp.tools.parity.workers.processes import RunError, run_ranks
 
-MEGATRON, OURS = "megatron", "ours"
+MEGATRON = "megatron"
+OURS = "ours"
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,8 @@ def _pretend_groups(world: int) -> None:
     """Makes process groups of ``world`` ranks. This process is their first rank, and their collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    begin, group = dist.init_process_group, dist.new_group
+    begin = dist.init_process_group
+    group = dist.new_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         begin("fake", store=FakeStore(), rank=0, world_size=world)

@@ -12,7 +12,9 @@ from megatron_pp.tools.flags.flags import Flags
 from megatron_pp.tools.parity import layout as of
 from megatron_pp.tools.parity.layout import Layout, stages_of
 
-_HEAD, _SEQUENCE, _VOCABULARY = 8, 16, 160
+_HEAD = 8
+_SEQUENCE = 16
+_VOCABULARY = 160
 
 _DROPPED = (
     *("--load", "--save", "--save-interval", "--pretrained-checkpoint", "--data-path", "--data-args-path"),

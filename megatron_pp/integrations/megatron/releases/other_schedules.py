@@ -91,7 +91,8 @@ def _used_by(function: Any) -> list[Callable[..., Any]]:
     code = getattr(function, "__code__", None)
     if not isinstance(code, CodeType):
         return [each for each in getattr(function, "__dict__", {}).values() if callable(each)]
-    names, space = _names(code), function.__globals__
+    names = _names(code)
+    space = function.__globals__
     megatrons = vars(sys.modules[SCHEDULES]) if SCHEDULES in sys.modules else {}
     imported = [megatrons[name] for name in names & {*ENTRIES, GETTER} & megatrons.keys()]  # imported in its body
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]

@@ -103,8 +103,10 @@ class CombinedSteps(MegatronSteps):
         on_input_grad: Ready | None = None,
     ) -> tuple[Activation, Activation]:
         """Megatron's `combined_forward_backward_step`: (output or scaled loss, gradient of the backward's input)."""
-        inputs, flags = self.inputs, self.of_rank.checkpoint_flags
-        f, b = forward or NOTHING, backward or NO_BACKWARD
+        inputs = self.inputs
+        flags = self.of_rank.checkpoint_flags
+        f = forward or NOTHING
+        b = backward or NO_BACKWARD
         with self.places[f.chunk]:
             output, num_tokens, grad = self.step(
                 inputs.forward_step_func,

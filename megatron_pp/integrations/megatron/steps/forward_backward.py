@@ -31,7 +31,8 @@ class MegatronSteps(MicrobatchSteps):
 
     def forward(self, chunk: int, mb: int, input_tensor: Activation) -> Activation:
         """Megatron's `forward_step`; on the last stage the result is the scaled loss."""
-        inputs, flags = self.inputs, self.of_rank.checkpoint_flags
+        inputs = self.inputs
+        flags = self.of_rank.checkpoint_flags
         output, num_tokens = self.schedules.forward_step(
             inputs.forward_step_func,
             inputs.data_iterators[chunk],

@@ -34,7 +34,8 @@ def reason_not_served(
 ) -> str | None:
     """Why Megatron's own `schedule` runs this call, the same on all ranks; None if the engine runs it."""
     groups: Any = arguments.get(megatron.row.groups_keyword)
-    communicator, model = arguments.get("p2p_communicator"), arguments.get("model")
+    communicator = arguments.get("p2p_communicator")
+    model = arguments.get("model")
     config: Any = wrapped_attribute(model[0] if isinstance(model, (list, tuple)) and model else model, "config")
     if not hasattr(megatron.schedules, "backward_step_multimodule"):
         return f"{_WHAT} as this release has them"
@@ -79,7 +80,8 @@ _PIPELINES: dict[_GridsOfModules, ModulesPipeline] = {}
 def _layout_of(communicator: Any) -> _GridsOfModules:
     found = _LAYOUTS.get(communicator)
     if found is None:
-        grids, bridges = communicator.module_to_grid_map, communicator.bridge_comms
+        grids = communicator.module_to_grid_map
+        bridges = communicator.bridge_comms
         modules = [_module_of(name, grid) for name, grid in grids.items()]
         topology = tuple((name, tuple(targets)) for name, targets in communicator.topology.items())
         known = tuple(module for module in modules if module is not None)
@@ -122,7 +124,8 @@ def _unserved_grids(communicator: Any, modules: Sequence[Module | None]) -> str 
     found = [module for module in modules if module is not None]
     by_name = {module.name: module for module in found}
     for bridge in communicator.bridge_comms:
-        source, target = by_name[bridge.src_module_name], by_name[bridge.dest_module_name]
+        source = by_name[bridge.src_module_name]
+        target = by_name[bridge.dest_module_name]
         leaders = [replica[-1][-1] for replica in source.ranks], [replica[0][0] for replica in target.ranks]
         if leaders != (list(bridge.src_tp_leaders), list(bridge.dest_tp_leaders)):
             return f"{_WHAT} with bridges between other ranks than a stage's last and first"

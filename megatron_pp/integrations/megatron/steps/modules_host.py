@@ -31,7 +31,8 @@ class ModulesMegatronHost(OnModules, MegatronHost):
     def __init__(self, megatron: Megatron, installed: InstallSettings, arguments: Mapping[str, Any]) -> None:
         self.pipeline = pipeline_of(arguments["p2p_communicator"])
         Host.__init__(self, StepInputs(len(self.pipeline.gives_loss) > 1, **arguments), alone=False)
-        self.megatron, self.installed = megatron, installed
+        self.megatron = megatron
+        self.installed = installed
         self.config = self.inputs.config
         self.embedding: Any = None
 

@@ -81,7 +81,8 @@ class ChunkPlace:
         group = real_group(self._names["_PIPELINE_MODEL_PARALLEL_GROUP"])
         if group is None:
             return
-        ranks, place = torch.distributed.get_process_group_ranks(group), mirrored(group, chunk)
+        ranks = torch.distributed.get_process_group_ranks(group)
+        place = mirrored(group, chunk)
         self._seen = {
             "_MPU_PIPELINE_MODEL_PARALLEL_RANK": place.rank(),
             "_PIPELINE_MODEL_PARALLEL_GROUP": place,
@@ -120,7 +121,8 @@ class ByChunk(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self.given(args, kwargs)
-        chunk, whole_rank = given.get("vp_stage"), given.get("ignore_virtual", "ignore_virtual" in self.parameters)
+        chunk = given.get("vp_stage")
+        whole_rank = given.get("ignore_virtual", "ignore_virtual" in self.parameters)
         if self.use.kind != V_SHAPE or self.use.ended or chunk is None or whole_rank:
             return super().__call__(*args, **kwargs)
         with chunk_place(chunk):
@@ -135,7 +137,8 @@ class SegmentInV(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = self.given(args, kwargs)
-        group, chunk = given.get("pp_group"), given.get("vp_stage")
+        group = given.get("pp_group")
+        chunk = given.get("vp_stage")
         stages = len(HybridPattern.read(given["main_pattern"]).stages)
         if self.use.ended or chunk is None or not isinstance(group, MirroredGroup) or stages != CHUNKS * group.size():
             return super().__call__(*args, **kwargs)  # raises for another number of stages
@@ -147,7 +150,8 @@ def build(placed: PlacedModel, given: dict[str, Any]) -> None:
     `post_process` and the pipeline group of `pg_collection` become those of the chunk's stage. Both copies of a weight
     that the first and the last stage share start equal. Raises ScheduleInputError.
     """
-    use, model = placed.use, given["self"]
+    use = placed.use
+    model = given["self"]
     chunk: Any = given.get("vp_stage")
     _check(placed, given["config"], chunk)
     use.agree(V_SHAPE)

@@ -108,12 +108,14 @@ def shared_gradients_summed() -> Iterator[None]:
 
 
 def _sum_shared_gradients(model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    first, last = unwrapped(model[0]), unwrapped(model[-1])
+    first = unwrapped(model[0])
+    last = unwrapped(model[-1])
     if not (first.pre_process and last.post_process) or shared_weight(last) is None:
         return
     if getattr(model[0].ddp_config, "use_megatron_fsdp", False):
         raise ScheduleInputError("V placement with tied embeddings does not take Megatron-FSDP; untie them or use DDP")
-    ours, theirs = _gradient(shared_weight(first)), _gradient(shared_weight(last))
+    ours = _gradient(shared_weight(first))
+    theirs = _gradient(shared_weight(last))
     if ours is not None and theirs is not None:  # None: the embedding is frozen
         ours.add_(theirs)
         theirs.copy_(ours)

@@ -69,7 +69,8 @@ def _around(model: LayerSizes) -> list[Part]:
 
 def attention(model: LayerSizes, reached: int | None = None) -> list[Part]:
     """Attention, also with groups of heads that share keys and values. A query reads at most ``reached`` keys."""
-    shape, heads = model.shape, model.heads
+    shape = model.shape
+    heads = model.heads
     t = shape.tensor_parallel
     nbytes = shape.tokens * shape.element_bytes
     query = heads * model.head_dim / t
@@ -117,7 +118,8 @@ def _output(model: LayerSizes, width: float) -> Part:
 
 def latent_attention(model: LayerSizes, reached: int | None = None) -> list[Part]:
     """Queries, keys and values from latents (arXiv 2405.04434, section 2.1)."""
-    shape, mla = model.shape, model.latent
+    shape = model.shape
+    mla = model.latent
     assert mla is not None
     t = shape.tensor_parallel
     nbytes = shape.tokens * shape.element_bytes
@@ -144,7 +146,8 @@ def sparse_attention(model: LayerSizes) -> list[Part]:
     these keys. The indexer is not split over tensor-parallel ranks. It is trained by its own loss, which is not
     counted.
     """
-    shape, indexer = model.shape, model.indexer
+    shape = model.shape
+    indexer = model.indexer
     assert model.latent is not None
     width = indexer.heads * indexer.dim
     rows = shape.tokens

@@ -32,7 +32,8 @@ MODULES = (
 )
 _CHECKS = ("validate", "_validate", "_check", "__post_init__", "core_transformer_config_from_args", "_init_")
 """The names of the functions that check begin with one of these."""
-_RECORD, _FAILED = "__megatron_pp_record__", "__megatron_pp_failed__"
+_RECORD = "__megatron_pp_record__"
+_FAILED = "__megatron_pp_failed__"
 _SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete)
 
 
@@ -173,7 +174,8 @@ def _with_settings(node: ast.stmt, test: ast.expr, settings: tuple[str, ...]) ->
     for one in ast.walk(node):
         if not (isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id == _RECORD):
             continue
-        condition, names = one.args[1], one.args[2]
+        condition = one.args[1]
+        names = one.args[2]
         if isinstance(condition, ast.Constant) and not condition.value and isinstance(names, ast.Tuple):
             condition.value = f"not ({ast.unparse(test)})"
             known = [each.value for each in names.elts if isinstance(each, ast.Constant)]

@@ -121,7 +121,8 @@ def truth(tokens: Sequence[str], variables: Variables) -> bool | None:
         succeeds = _succeeds(command, variables)
         if joint in JOINTS:
             succeeds = _all([value, succeeds]) if joint == "&&" else _any([value, succeeds])
-        value, joint = succeeds, following
+        value = succeeds
+        joint = following
     return value
 
 
@@ -143,7 +144,8 @@ def is_open_test(command: Sequence[str]) -> bool:
 
 
 def _succeeds(command: Sequence[str], variables: Variables) -> bool | None:
-    name, words = command[0], list(command[1:])
+    name = command[0]
+    words = list(command[1:])
     if name == "!" and words:
         return _not(_succeeds(words, variables))
     if name in _CLOSING and words[-1:] == [_CLOSING[name]]:
@@ -171,7 +173,8 @@ def _test(words: list[str], variables: Variables, patterns: bool) -> bool | None
 
 
 def _compared(words: Sequence[str], variables: Variables, patterns: bool) -> bool | None:
-    left, right = _text(words[0], variables), _text(words[2], variables)
+    left = _text(words[0], variables)
+    right = _text(words[2], variables)
     if left is None or right is None:
         return None
     if words[1] in _NUMBERS:

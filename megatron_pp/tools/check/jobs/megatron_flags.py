@@ -172,7 +172,8 @@ def _usage(answer: Mapping[str, Any], words: Sequence[str], script: str) -> list
     adds_own = "extra_args_provider" in text_of_script and not answer["own_flags_read"]
     own_parser = _TRAINING not in text_of_script
     for name in _unknown_flags(answer["unknown"], script):
-        level, text = ERROR, f"Megatron {answer['release']}'s parser does not know {name}{did_you_mean(name, known)}"
+        level = ERROR
+        text = f"Megatron {answer['release']}'s parser does not know {name}{did_you_mean(name, known)}"
         if own_parser:
             level, text = RISK, f"{text}; the script does not name megatron.training and may have its own parser"
         elif adds_own:

@@ -269,7 +269,8 @@ def without_flag(words: list[str], name: str) -> list[str]:
     """The words without a flag and its values. If ``name`` is "", no words are left."""
     if not name:
         return []
-    kept, inside = [], False
+    kept = []
+    inside = False
     for word in words:
         if word.startswith("--"):
             inside = word == name or word.startswith(f"{name}=")

@@ -57,7 +57,8 @@ def _names_engine(path: str) -> bool:
 
 
 def _read(given: Given) -> Job:
-    first, rest = given.words[0], given.words[1:]
+    first = given.words[0]
+    rest = given.words[1:]
     if given.module:
         return _script(given)
     if _RECIPE.fullmatch(first) and not Path(first).exists():
@@ -151,7 +152,8 @@ def _functional_job(given: Given) -> Job:
 
 
 def _shell(given: Given, by_table: bool = False) -> Job:
-    first, rest = given.words[0], list(given.words[1:])
+    first = given.words[0]
+    rest = list(given.words[1:])
     command = shell.read_shell(first)
     words, left = _set_words([word for word in (*command.words, *rest) if word not in ("$@", "$*")])
     found = []

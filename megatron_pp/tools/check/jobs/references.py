@@ -30,7 +30,8 @@ def _meant(key: str, value: Any, values: Mapping[str, Any]) -> Any:
     for _ in range(_DEEPEST):
         if not isinstance(value, str):
             return value
-        whole, selected = _WHOLE.fullmatch(value.strip()), _SELECTED.fullmatch(value.strip())
+        whole = _WHOLE.fullmatch(value.strip())
+        selected = _SELECTED.fullmatch(value.strip())
         if whole is not None and (name := _absolute(whole[1], key)) in values:
             value = values[name]
         elif selected is not None:

@@ -106,7 +106,8 @@ def _statements(path: Path, seen: _Seen, depth: int = 0) -> Iterator[list[str]]:
         if not statement and at < len(tokens):
             after = seen.branches.read(tokens, at, seen.variables)
             if after > at:
-                at, seen.joint = after, token
+                at = after
+                seen.joint = token
                 continue
         at += 1
         assigned = _ASSIGNED.fullmatch(token)
@@ -130,7 +131,9 @@ def _statements(path: Path, seen: _Seen, depth: int = 0) -> Iterator[list[str]]:
 def _tokens(path: Path) -> list[str]:
     text = _without_substitutions(re.sub(r"\\\n", " ", _without_comments(read_text(path))))
     lexer = shlex.shlex(text, posix=True, punctuation_chars="();&|\n")
-    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
+    lexer.whitespace = " \t\r"
+    lexer.commenters = ""
+    lexer.whitespace_split = True
     try:
         found = list(lexer)
     except ValueError as error:
@@ -162,7 +165,8 @@ def _without_comments(text: str) -> str:
 
 def _without_substitutions(text: str) -> str:
     """The text with each ``$(...)``, also with quotes in it, replaced by an unknown variable."""
-    found, at = "", 0
+    found = ""
+    at = 0
     while (begin := text.find("$(", at)) >= 0:
         end = begin + 2
         depth = 1

@@ -21,7 +21,8 @@ def completed(given: Mapping[str, Any], gpus: int, defaults: Mapping[str, Any]) 
     _fill(args, "expert_tensor_parallel_size", args.get("tensor_model_parallel_size"))
     if layers := HybridPattern.read(args.get("hybrid_layer_pattern")).layers:
         args["num_layers"] = len(layers)
-    heads, hidden = args.get("num_attention_heads"), args.get("hidden_size")
+    heads = args.get("num_attention_heads")
+    hidden = args.get("hidden_size")
     if isinstance(hidden, int):
         _fill(args, "ffn_hidden_size", int(4 * hidden * 2 / 3 / 64) * 64 if args.get("swiglu") else 4 * hidden)
         if isinstance(heads, int) and heads:
@@ -59,7 +60,8 @@ def _fill(args: dict[str, Any], name: str, value: Any) -> None:
 def _chunks(args: Mapping[str, Any], stages: int) -> int | None:
     """Megatron's `virtual_pipeline_model_parallel_size`: None for one chunk per rank."""
     number = args.get("virtual_pipeline_model_parallel_size") or args.get("num_virtual_stages_per_pipeline_rank")
-    layers, each = args.get("num_layers"), args.get("num_layers_per_virtual_pipeline_stage")
+    layers = args.get("num_layers")
+    each = args.get("num_layers_per_virtual_pipeline_stage")
     layout = args.get("pipeline_model_parallel_layout")
     if not number and isinstance(layout, str):
         number = len(stages_of(layout)) // stages
@@ -74,7 +76,8 @@ def _chunks(args: Mapping[str, Any], stages: int) -> int | None:
     return number if isinstance(number, int) and number > 1 else None
 
 
-_GPT2, _WORDS = "GPT2BPETokenizer", {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
+_GPT2 = "GPT2BPETokenizer"
+_WORDS = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Tokenizers that always have the same number of words."""
 
 

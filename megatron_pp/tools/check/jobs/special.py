@@ -94,7 +94,8 @@ def _bridge(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
 
 def _verl(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     found = _other_gpus(values, ("trainer.nnodes", "trainer.n_gpus_per_node"), gpus)
-    actor, megatron = "actor_rollout_ref.actor", "actor_rollout_ref.actor.megatron"
+    actor = "actor_rollout_ref.actor"
+    megatron = "actor_rollout_ref.actor.megatron"
     strategy = values.get(f"{actor}.strategy")
     if strategy not in (None, "megatron", "???"):
         text = f"{actor}.strategy is {strategy}: Megatron does not train the actor, so this answer does not apply to it"

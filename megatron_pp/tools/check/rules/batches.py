@@ -15,7 +15,8 @@ _ANY_COUNT = "install(any_microbatch_count=True), or megatron-pp run --any-micro
 
 
 def _batch(job: Job) -> Iterator[tuple[str, str]]:
-    micro, replicas = whole(job, "micro_batch_size"), whole(job, "data_parallel_size")
+    micro = whole(job, "micro_batch_size")
+    replicas = whole(job, "data_parallel_size")
     batch = batch_of(job)
     each = micro * replicas
     if not isinstance(batch, int) or not batch or not each or batch % each == 0:
@@ -36,7 +37,8 @@ def _batch(job: Job) -> Iterator[tuple[str, str]]:
 
 def _rampup(job: Job) -> Iterator[tuple[str, str]]:
     """The conditions of Megatron's `RampupBatchsizeNumMicroBatchesCalculator`."""
-    asked, named = job.get("rampup_batch_size"), job.spell("rampup_batch_size")
+    asked = job.get("rampup_batch_size")
+    named = job.spell("rampup_batch_size")
     if not asked:
         return
     numbers = isinstance(asked, (list, tuple)) and all(str(one).isdigit() for one in asked)
@@ -61,7 +63,8 @@ def _rampup(job: Job) -> Iterator[tuple[str, str]]:
 def _interleaved(job: Job) -> Iterator[tuple[str, str]]:
     """The errors that Megatron's interleaved schedule raises in the first step (`get_schedule_table`,
     `schedules.py`)."""
-    size, chunks = pipeline_size(job), chunks_of(job)
+    size = pipeline_size(job)
+    chunks = chunks_of(job)
     if size == 1 or chunks == 1 or job.on_engine:
         return
     try:
@@ -87,7 +90,8 @@ def _interleaved(job: Job) -> Iterator[tuple[str, str]]:
 
 def _counts_of_engine(job: Job) -> Iterator[tuple[str, str]]:
     """The numbers that `install()` refuses, unless a setting allows them."""
-    size, chunks = pipeline_size(job), chunks_of(job)
+    size = pipeline_size(job)
+    chunks = chunks_of(job)
     if not job.on_engine or size == 1 or chunks == 1:
         return
     try:
@@ -112,7 +116,8 @@ def _two_ranks(job: Job) -> Iterator[tuple[str, str]]:
 
 def _transfers(job: Job) -> Iterator[tuple[str, str]]:
     """The conditions of Megatron's configs and its interleaved schedule on settings of transfers."""
-    overlapped, batched = bool(job.get("overlap_p2p_comm")), bool(job.get("batch_p2p_comm"))
+    overlapped = bool(job.get("overlap_p2p_comm"))
+    batched = bool(job.get("batch_p2p_comm"))
     if chunks_of(job) > 1 and overlapped and batched:
         yield (
             f"{job.spell('overlap_p2p_comm')} and {job.spell('batch_p2p_comm')} are both on; Megatron's interleaved "

@@ -17,8 +17,10 @@ _WITHOUT_PIPELINE = {
 
 
 def _recomputation(job: Job) -> Iterator[tuple[str, str]]:
-    how, method = job.get("recompute_granularity"), job.get("recompute_method")
-    named, number = job.spell("recompute_method"), job.spell("recompute_num_layers")
+    how = job.get("recompute_granularity")
+    method = job.get("recompute_method")
+    named = job.spell("recompute_method")
+    number = job.spell("recompute_num_layers")
     if how == "full" and method is None:
         yield f"{job.spell('recompute_granularity')} full needs {named}", f"{named} uniform {number} 1"
     elif how == "full" and job.get("recompute_num_layers") is None:

@@ -10,8 +10,10 @@ from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.rules.rule import MODEL_PARALLEL, Rule, nearest, set_to, unchecked, whole, without
 from megatron_pp.tools.check.stages import Stage, chunks_of, pipeline_size, stages_of
 
-_LAYOUT, _HYBRID = "pipeline_model_parallel_layout", "hybrid_layer_pattern"
-_STAGE_LAYERS, _CHUNKS = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+_LAYOUT = "pipeline_model_parallel_layout"
+_HYBRID = "hybrid_layer_pattern"
+_STAGE_LAYERS = "num_layers_per_virtual_pipeline_stage"
+_CHUNKS = "num_virtual_stages_per_pipeline_rank"
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
@@ -63,7 +65,8 @@ def _letters(job: Job, stages: Sequence[Stage]) -> Iterator[tuple[str, str]]:
     if not isinstance(job.get("pipeline_model_parallel_layout"), (str, list)):
         return
     spelled = job.spell("pipeline_model_parallel_layout")
-    layers, mtp = sum(len(one.layers) for one in stages), sum(one.mtp for one in stages)
+    layers = sum(len(one.layers) for one in stages)
+    mtp = sum(one.mtp for one in stages)
     if layers != whole(job, "num_layers", 0):
         text = f"{spelled} has {layers} layers (t), but {job.spell('num_layers')} is {whole(job, 'num_layers', 0)}"
         yield text, set_to(job, "num_layers", [layers])

@@ -42,7 +42,8 @@ def _groups(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _width(job: Job) -> Iterator[tuple[str, str]]:
-    hidden, heads = whole(job, "hidden_size", 0), whole(job, "num_attention_heads", 0)
+    hidden = whole(job, "hidden_size", 0)
+    heads = whole(job, "num_attention_heads", 0)
     if unchecked(job) and hidden and heads and hidden % heads and not job.given.get("kv_channels"):
         text = f"{job.spell('hidden_size')} {hidden} cannot be divided by {job.spell('num_attention_heads')} {heads}"
         yield text, set_to(job, "num_attention_heads", divisors_near(hidden, heads))
@@ -73,7 +74,8 @@ def _sequence(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _positions(job: Job) -> Iterator[tuple[str, str]]:
-    length, most = whole(job, "seq_length", 0), whole(job, "max_position_embeddings", 0)
+    length = whole(job, "seq_length", 0)
+    most = whole(job, "max_position_embeddings", 0)
     if unchecked(job) and 0 < most < length:
         text = f"{job.spell('max_position_embeddings')} {most} is less than {job.spell('seq_length')} {length}"
         yield text, set_to(job, "max_position_embeddings", [length])
@@ -83,7 +85,8 @@ def _heads_of_context(job: Job) -> Iterator[tuple[str, str]]:
     """The number of heads: all-to-all context parallelism gives each rank a part of them. Transformer Engine raises in
     the first step if they cannot be divided."""
     kinds = job.get("cp_comm_type", [])
-    context, tensor = whole(job, "context_parallel_size"), whole(job, "tensor_model_parallel_size")
+    context = whole(job, "context_parallel_size")
+    tensor = whole(job, "tensor_model_parallel_size")
     if context == 1 or "a2a" not in ([kinds] if isinstance(kinds, str) else kinds):
         return
     for name in ("num_attention_heads", "num_query_groups"):
@@ -127,7 +130,8 @@ def _experts(job: Job) -> Iterator[tuple[str, str]]:
 def _expert_ranks(job: Job) -> Iterator[tuple[str, str]]:
     if not whole(job, "num_experts", 0):
         return
-    ranks, split = whole(job, "expert_model_parallel_size"), whole(job, "expert_tensor_parallel_size")
+    ranks = whole(job, "expert_model_parallel_size")
+    split = whole(job, "expert_tensor_parallel_size")
     together = ranks * split * pipeline_size(job)
     if job.gpus % together:
         each = job.gpus // pipeline_size(job) // split
@@ -145,7 +149,8 @@ def _experts_with_tensors(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _routed(job: Job) -> Iterator[tuple[str, str]]:
-    experts, each = whole(job, "num_experts", 0), whole(job, "moe_router_topk", 2)
+    experts = whole(job, "num_experts", 0)
+    each = whole(job, "moe_router_topk", 2)
     if experts and each > experts:
         text = f"{job.spell('moe_router_topk')} {each} is more than {job.spell('num_experts')} {experts}"
         yield text, set_to(job, "moe_router_topk", [experts])

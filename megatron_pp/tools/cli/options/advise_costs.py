@@ -131,7 +131,8 @@ def _from_measured(content: dict[str, Any]) -> FileCosts:
     measured = file.values
     units = file.units or Units()
     network = file.network
-    time, memory = MS[units.time], GB[units.memory]
+    time = MS[units.time]
+    memory = GB[units.memory]
     if file.units is not None and "activation" not in content:
         raise PlanError(
             f"memory was not measured; add activation, the {units.memory} that each stage keeps for a microbatch"

@@ -50,7 +50,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         """The help text; with the choices, if there are too many to be shown beside the option."""
-        text, choices = action.help, action.choices
+        text = action.help
+        choices = action.choices
         if not text or choices is None or action.metavar is not None or not _is_long(choices):
             return text
         return text if all(str(one) in text for one in choices) else f"{text}; one of {', '.join(map(str, choices))}"

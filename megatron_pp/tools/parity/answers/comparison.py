@@ -29,7 +29,8 @@ from megatron_pp.tools.parity.records.recorder import (
 )
 
 FACTOR = 32.0
-FLOAT32, FLOAT64 = 4 * float(np.finfo(np.float32).eps), 1e-11
+FLOAT32 = 4 * float(np.finfo(np.float32).eps)
+FLOAT64 = 1e-11
 FAR_OFF = 1000 * FLOAT32
 _SAME_RATIO = 1e-3
 

@@ -106,8 +106,9 @@ def ratio_in_words(ratio: float, layout: Layout) -> str:
 
 def ratios(differences: list[Difference]) -> float | None:
     """The ratio that all ranks have; None if they differ."""
-    found = [one.ratio for one in differences]
-    if not found or any(one is None for one in found):
+    found = [one.ratio for one in differences if one.ratio is not None]
+    if not found or len(found) < len(differences):
         return None
-    least, most = min(found), max(found)  # type: ignore[type-var]
-    return float(sum(found) / len(found)) if most - least <= 1e-3 * abs(most) else None  # type: ignore[arg-type,operator]
+    least = min(found)
+    most = max(found)
+    return float(sum(found) / len(found)) if most - least <= 1e-3 * abs(most) else None

@@ -12,7 +12,9 @@ from megatron_pp.tools.parity.answers.comparison import Comparison, Difference
 from megatron_pp.tools.parity.records.recorder import BUFFER, LOGGED, PARAMETER, is_state
 
 _REDS = ((244, 192), (184, 32), (168, 14))  # red, green and blue, each for a small error and for a large error
-_CELL, _LEFT, _TOP = 34, 210, 46
+_CELL = 34
+_LEFT = 210
+_TOP = 46
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><meta charset="utf-8"><title>megatron-pp parity</title>
 <style>body {{ font: 14px system-ui, sans-serif; margin: 2em; max-width: 70em }} pre {{ white-space: pre-wrap }}</style>
@@ -34,7 +36,8 @@ def picture_of(answer: Answer) -> str:
     worst = _worst(_causes(answer.comparison))
     layers = list(dict.fromkeys(layer for layer, _ in worst))
     ranks = range(max((rank for _, rank in worst), default=-1) + 1)
-    width, height = _LEFT + _CELL * max(len(ranks), 4) + 20, _TOP + 20 * len(layers) + 40
+    width = _LEFT + _CELL * max(len(ranks), 4) + 20
+    height = _TOP + 20 * len(layers) + 40
     parts = [_text(_LEFT, 16, f"{answer.smallest.layout.label() if answer.smallest else answer.layout.label()}")]
     for rank in ranks:
         parts.append(_text(_LEFT + rank * _CELL + 4, _TOP - 8, f"r{rank}"))

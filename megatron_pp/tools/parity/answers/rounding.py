@@ -37,7 +37,8 @@ def first_rounded(found: Comparison, layout: Layout) -> str | None:
 
 
 def _words(one: Difference) -> str:
-    kind, name = one.key.kind, one.key.name
+    kind = one.key.kind
+    name = one.key.name
     if is_state(kind) or name != kind:
         return name if kind == NORM else f"{kind} of {name}"
     return name

@@ -14,9 +14,11 @@ def compute_in_float64() -> None:
     rounding."""
     module: Any = torch
     tensor: Any = torch.Tensor
-    float32, float64 = torch.float32, torch.float64
+    float32 = torch.float32
+    float64 = torch.float64
     module.storage._storage_type_to_dtype_map()  # cached with the real float32, for reading and writing files
-    plain_to, plain_type = tensor.to, tensor.type
+    plain_to = tensor.to
+    plain_type = tensor.type
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("dtype") is float32:
@@ -27,7 +29,8 @@ def compute_in_float64() -> None:
         name = plain_type(self, *args, **kwargs)
         return name.replace("DoubleTensor", "FloatTensor") if isinstance(name, str) else name
 
-    tensor.to, tensor.type = to, type_
+    tensor.to = to
+    tensor.type = type_
     tensor.float = tensor.double
     module.float32 = module.float = float64
     module.FloatTensor = torch.DoubleTensor

@@ -54,7 +54,8 @@ def duplicated_linear() -> Any:
     class DuplicatedLinear(ColumnParallelLinear):
         def __init__(self, *args: Any, parallel_mode: str, tp_group: Any = None, **kwargs: Any) -> None:
             assert parallel_mode == "duplicated", parallel_mode
-            config, init = kwargs["config"], kwargs["init_method"]
+            config = kwargs["config"]
+            init = kwargs["init_method"]
             super().__init__(*args, gather_output=False, tp_group=Alone(), **kwargs)
             self.weight.tensor_model_parallel = False
             self.weight.sequence_parallel = config.sequence_parallel

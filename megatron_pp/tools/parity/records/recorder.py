@@ -36,9 +36,19 @@ from megatron_pp.tools.parity.records.parameters import (
 )
 from megatron_pp.tools.parity.workers.processes import RunError
 
-FORWARD, LOSS, BACKWARD, GRADIENT, NORM, PARAMETER = "forward", "loss", "backward", "gradient", "norm", "parameter"
-ZEROS, RETURNED = "zeros in gradients", "train_step"
-RESTORED, REPORT, SCHEDULE, BUFFER, LOGGED = "restored", "report", "schedule", "buffer", "log"
+FORWARD = "forward"
+LOSS = "loss"
+BACKWARD = "backward"
+GRADIENT = "gradient"
+NORM = "norm"
+PARAMETER = "parameter"
+ZEROS = "zeros in gradients"
+RETURNED = "train_step"
+RESTORED = "restored"
+REPORT = "report"
+SCHEDULE = "schedule"
+BUFFER = "buffer"
+LOGGED = "log"
 _STATE = "optimizer's "  # followed by the name of the state in torch's optimizer, such as exp_avg
 _BUFFERS = "buffer:"  # prefix of the names of buffers in the file of the whole model's values
 TRAINING_LOOP = "megatron.training.training"
@@ -194,7 +204,8 @@ class Recorder:
             raise SystemExit(0)  # all steps are recorded
         model = kwargs["model"]
         self._begin(list(model) if isinstance(model, (list, tuple)) else [model])
-        self.microbatches, self.sequence = kwargs["num_microbatches"], kwargs["seq_length"]
+        self.microbatches = kwargs["num_microbatches"]
+        self.sequence = kwargs["seq_length"]
         kwargs["forward_step_func"] = wrapped(kwargs["forward_step_func"], self._forward_step)
         reports = original(**kwargs)
         self._reports(reports)

@@ -102,7 +102,8 @@ def without_dropout(chunk: Any) -> bool:
     found = False
     for module in unwrapped(chunk).modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p:
-            module.p, found = 0.0, True
+            module.p = 0.0
+            found = True
         for name in ("hidden_dropout", "attention_dropout"):  # attributes of Megatron's layers and of their config
             for owner in (module, getattr(module, "config", None)):
                 if isinstance(getattr(owner, name, None), float) and getattr(owner, name):

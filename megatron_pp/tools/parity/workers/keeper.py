@@ -106,7 +106,8 @@ def _ending_by_sigterm(keeper: int) -> Iterator[None]:
 
 def _keep(work: Callable[[Workplace], Any], deadline: float, what: str, answers: int) -> None:
     """The main function of the keeper."""
-    folder, worker = "", 0
+    folder = ""
+    worker = 0
     try:
         signal.signal(signal.SIGTERM, _interrupt)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the command, too, which ends this process

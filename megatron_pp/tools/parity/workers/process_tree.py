@@ -12,7 +12,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 _ON_LINUX = sys.platform == "linux"
 _PATIENCE = 10.0  # seconds to wait until killed processes have ended
 
@@ -51,7 +53,8 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for process, parent in _parents():
         children.setdefault(parent, []).append(process)
-    found, waiting = [], [pid]
+    found = []
+    waiting = [pid]
     while waiting:
         below = children.get(waiting.pop(0), [])
         found += below
