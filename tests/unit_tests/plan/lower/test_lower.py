@@ -15,6 +15,7 @@ from megatron_pp.plan.ir.instruction import Instruction, format_program
 from megatron_pp.plan.ir.spec import (
     BATCHED,
     CHANNELS,
+    ON_NCCL,
     ONE_QUEUE,
     ONE_WAY,
     OVERLAP,
@@ -207,10 +208,11 @@ def test_batched_posts_nothing_singly_and_the_others_post_no_batch() -> None:
         assert not [at for spec in specs(policy) for p in lowered_plan(spec).programs for at in p if at.op == ins.BATCH]
 
 
+@pytest.mark.parametrize("device", [(), ON_NCCL])
 @pytest.mark.parametrize("release_after", [1, 2, 5])
-def test_overlap_releases_some_operations_after_the_send(release_after: int) -> None:
+def test_overlap_releases_some_operations_after_the_send(release_after: int, device: tuple[str, ...]) -> None:
     """And one more, half of the ranks, where its receiver uses the message later than it could."""
-    plan = lowered_plan(PlanSpec("interleaved_1f1b", 2, 2, 6, release_after=release_after))
+    plan = lowered_plan(PlanSpec("interleaved_1f1b", 2, 2, 6, release_after=release_after, device=device))
     ends = run_clock(plan.orders, plan.placement).result_ends
     seen = late = 0
     for program in map(flat, plan.programs):
