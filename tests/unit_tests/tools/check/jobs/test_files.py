@@ -189,6 +189,13 @@ def test_a_verl_file_is_read(tmp_path: Path) -> None:
     assert job.unknown == ("actor_rollout_ref.actor.megatron.made_up",)
 
 
+def test_the_type_of_gradients_in_verl(tmp_path: Path) -> None:
+    """verl's code asks for fp32, unless `override_ddp_config` says something else."""
+    key = "+actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32"
+    found = [read(tmp_path, "verl.yaml", VERL, *changes) for changes in ([], [f"{key}=true"], [f"{key}=false"])]
+    assert [bool(job.get("grad_reduce_in_bf16")) for job in found] == [False, False, True]
+
+
 def test_another_number_of_gpus_is_a_risk(tmp_path: Path) -> None:
     found = read(tmp_path, "verl.yaml", VERL, gpus=8).found
     assert any(one.name == "other-number-of-gpus" and "is 16 GPUs, but --gpus is 8" in one.text for one in found)
