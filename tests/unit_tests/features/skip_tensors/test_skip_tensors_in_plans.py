@@ -28,7 +28,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction, each
 from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
-from megatron_pp.plan.ir.spec import Plan, PlanSpec
+from megatron_pp.plan.ir.spec import POLICIES, Plan, PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from testkit.inputs.plan_text import edited, refusal, rows
@@ -179,6 +179,16 @@ def test_a_plan_without_named_tensors_refuses_them():
     plan = build_plan(PlanSpec("1f1b", 2, 1, 2, skip_tensors="a=0>1"))
     with pytest.raises(PlanError, match="the plan has no named tensors"):
         verify(replace(plan, spec=replace(plan.spec, skip_tensors=())))
+
+
+@pytest.mark.parametrize("shapes_vary", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("size", [3, 4])
+def test_two_activations_with_names_may_come_at_one_boundary(size, policy, shapes_vary):
+    """Rank 1 of three has no operation between the rounds of F1.2 and F0.3, which both come from rank 0: the receive of
+    the second activation is behind the named tensors of the first, as its send is on rank 0."""
+    fields = {"policy": policy, "variable_shapes": shapes_vary, "skip_tensors": "blocks"}
+    build_plan(PlanSpec("interleaved_1f1b", size, 2, 2 * size, **fields))
 
 
 # -- memory and time ---
