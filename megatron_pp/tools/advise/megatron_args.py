@@ -70,6 +70,7 @@ def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transform
     missing = [name for name in _NEEDED if name not in args]
     if missing:
         raise PlanError(f"Megatron's arguments lack {', '.join('--' + name.replace('_', '-') for name in missing)}")
+    in_half = "bf16" in args or "fp16" in args
     shape = ModelShape(
         num_layers=whole(args, "num_layers"),
         hidden_size=whole(args, "hidden_size"),
@@ -84,8 +85,8 @@ def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transform
         splits_optimizer="use_distributed_optimizer" in args,
         sequence_parallel="sequence_parallel" in args,
         recompute=_recompute(args),
-        element_bytes=2 if {"bf16", "fp16"} & set(args) else 4,
-        gradient_bytes=2 if {"bf16", "grad_reduce_in_bf16"} <= set(args) else 4,
+        element_bytes=2 if in_half else 4,
+        gradient_bytes=2 if in_half and "grad_reduce_in_bf16" in args else 4,
     )
     mixers = _mixers(args, main)
     experts = whole(args, "num_experts", 0)

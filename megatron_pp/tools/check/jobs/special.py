@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "torchtitan": {"bf16": True, "swiglu": True, "micro_batch_size": 1, "untie_embeddings_and_output_weights": True},
 }
 """Program -> its defaults that differ from those of Megatron's parser."""
+_PRECISION = re.compile(r"(?:\w+_)?(bf16|fp16)(?:_with_\w+)?_mixed")
+"""The names that Megatron-Bridge's `mixed_precision` takes in place of a config."""
 _FLAVORS = {
     "8B": {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8},
     "70B": {"num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_query_groups": 8},
@@ -85,8 +88,12 @@ def _bridge(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     packed = values.get("dataset.packed_sequence_specs.packed_sequence_size")
     if isinstance(packed, int) and packed > 0:
         values["dataset.packed_sequence_specs"] = True  # packed sequences, as with Megatron's --sft
-    if isinstance(values.get("mixed_precision"), str):
-        values.pop("ddp.grad_reduce_in_fp32", None)  # the named precision sets it anew
+    precision = _PRECISION.fullmatch(str(values.get("mixed_precision")).replace("-", "_"))
+    if precision is not None:
+        del values["mixed_precision"]
+        in_bf16 = precision[1] == "bf16"
+        kinds = {"bf16": in_bf16, "fp16": not in_bf16, "grad_reduce_in_fp32": in_bf16}
+        values |= {f"mixed_precision.{name}": value for name, value in kinds.items()}
     order = {name: at for at, name in enumerate(("optimizer", "model", "ddp", "mixed_precision", "comm_overlap"))}
     keys = sorted(values, key=lambda key: order.get(key.partition(".")[0], len(order)))
     return {key: values[key] for key in keys}, found

@@ -167,6 +167,31 @@ def test_the_type_of_gradients_in_megatron_bridge(tmp_path: Path, changes: list[
     assert bool(job.get("grad_reduce_in_bf16")) is in_bf16
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bf16_mixed", (True, False, False)),
+        ("bf16-mixed", (True, False, False)),
+        ("nemotron_h_bf16_with_fp8_current_scaling_mixed", (True, False, False)),
+        ("fp16_mixed", (False, True, True)),
+        ("fp16_with_mxfp8_mixed", (False, True, True)),
+    ],
+)
+def test_a_precision_of_megatron_bridge_may_be_a_name(
+    tmp_path: Path, name: str, expected: tuple[bool, bool, bool]
+) -> None:
+    """It overwrites the model's own type, and fp16 also turns gradients in fp32 off."""
+    text = "model: {num_layers: 8, bf16: true}\nddp: {grad_reduce_in_fp32: true}\ntrain: {global_batch_size: 8}\n"
+    job = read(tmp_path, "recipe.yaml", text, f"mixed_precision={name}")
+    assert tuple(bool(job.get(one)) for one in ("bf16", "fp16", "grad_reduce_in_bf16")) == expected
+    assert not job.unknown
+
+
+def test_a_precision_with_an_unknown_name_was_not_read(tmp_path: Path) -> None:
+    job = read(tmp_path, "recipe.yaml", "model: {num_layers: 8}\nmixed_precision: made_up\n")
+    assert job.unknown == ("mixed_precision",)
+
+
 def test_sequence_lengths_of_megatron_bridge_must_agree(tmp_path: Path) -> None:
     job = read(tmp_path, "bridge.yaml", BRIDGE, "dataset.sequence_length=8192")
     assert [one.level for one in job.found if one.name == "sequence-lengths-differ"] == [ERROR]
