@@ -276,6 +276,16 @@ def test_a_rank_that_waits_alone_for_its_device_ends(schedule: str) -> None:
         assert hanging_waits(lowered_plan(spec)) == []
 
 
+@pytest.mark.parametrize("schedule", ["gis", "breadth_first", "1f1b_v"])
+def test_a_rank_that_waits_alone_ends_where_a_message_depends_on_a_pair(schedule: str) -> None:
+    """The message depends on the inputs of both halves."""
+    for size, microbatches in ((2, 4), (3, 6)):
+        spec = PlanSpec(schedule, size, 2, microbatches, device=(ONE_QUEUE,), overlap_pairs=True)
+        plan = lowered_plan(spec)
+        assert any(at.op in ins.JOINED_OPS for program in plan.programs for at in program)
+        assert hanging_waits(plan) == []
+
+
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_the_first_rank_holds_one_output_and_one_gradient_in_a_backward(p: int) -> None:
     """No buffer for the next gradient stands ready while that one cannot come: its sender has a forward to do."""
