@@ -11,7 +11,7 @@ from megatron_pp.plan.builder import verified_plan
 from megatron_pp.tools.check.findings import ERROR, Finding, Section
 from megatron_pp.tools.check.jobs.job import TORCHTITAN, Job
 from megatron_pp.tools.check.priced import spec_of
-from megatron_pp.tools.check.stages import NoBatchError, microbatches_of, pipeline_size
+from megatron_pp.tools.check.stages import NotGivenError, microbatches_of, pipeline_size
 
 _PERIODS = 8
 """The plan that is verified has at most this number of microbatches per pipeline rank."""
@@ -54,7 +54,7 @@ def _of_plan(job: Job) -> Section:
     try:
         spec = spec_of(job, most=_PERIODS * pipeline_size(job))
         plan, _ = verified_plan(spec)
-    except NoBatchError as error:
+    except NotGivenError as error:
         return Section("hangs", (f"no plan: {error}",), (), {"verified": None})
     except LayoutError:  # the section "start" reports it
         return Section("hangs", ("no plan: see Start",), (), {"verified": None})

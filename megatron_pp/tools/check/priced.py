@@ -22,7 +22,7 @@ from megatron_pp.tools.advise.model import EMBEDDING, LOSS, MTP, Layer, Model
 from megatron_pp.tools.advise.transformer import Transformer
 from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.jobs.sizes import vocabulary_of
-from megatron_pp.tools.check.stages import NoBatchError, Stage, chunks_of, microbatches_of, pipeline_size, stages_of
+from megatron_pp.tools.check.stages import NotGivenError, Stage, chunks_of, microbatches_of, pipeline_size, stages_of
 
 LATENCY = 0.01  # latency of a message between GPUs, in ms
 _MOST_STAGES = 2048  # more than any model has layers
@@ -93,9 +93,9 @@ def priced(job: Job, gpu: Gpu, schedule: str = "", most: int | None = None) -> P
 
 def why_not_priced(error: MegatronPPError) -> str:
     """The line of a section for which ``priced`` has raised ``error``."""
-    if isinstance(error, LayoutError) and not isinstance(error, NoBatchError):
+    if isinstance(error, LayoutError) and not isinstance(error, NotGivenError):
         return "not estimated: see Start"
-    return f"not estimated: {error}" if isinstance(error, NoBatchError) else f"cannot be estimated: {error}"
+    return f"not estimated: {error}" if isinstance(error, NotGivenError) else f"cannot be estimated: {error}"
 
 
 def transformer_of_job(job: Job) -> Transformer:

@@ -38,8 +38,8 @@ class Stage:
         return "".join([*parts, "L" if self.loss else ""]) or "-"
 
 
-class NoBatchError(LayoutError):
-    """The job does not say how many sequences a step has."""
+class NotGivenError(LayoutError):
+    """The job does not give a size that is needed."""
 
 
 def _repeated(letter: str, count: int) -> str:
@@ -61,7 +61,7 @@ def microbatches_of(job: Job) -> int:
     batch = batch_of(job)
     micro = max(1, job.get("micro_batch_size", 1))
     if batch is None:
-        raise NoBatchError(f"{job.spell('global_batch_size')} is not given")
+        raise NotGivenError(f"{job.spell('global_batch_size')} is not given")
     replicas = max(1, int(job.get("data_parallel_size", 1)))
     rounded = bool(job.get("decrease_batch_size_if_needed")) and isinstance(batch, int) and batch >= micro * replicas
     if not isinstance(batch, int) or batch < 1 or (batch % (micro * replicas) and not rounded):
@@ -90,6 +90,8 @@ def stages_of(job: Job) -> tuple[Stage, ...]:
                 f"{size * chunks}"
             )
         return tuple(_numbered(given, size))
+    if not _count(job, "num_layers"):
+        raise NotGivenError(f"{job.spell('num_layers')} is not given")
     first, last = _ends(job)
     counts = place_layers(
         _count(job, "num_layers"),

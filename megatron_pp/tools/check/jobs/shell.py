@@ -21,6 +21,8 @@ from megatron_pp.tools.check.jobs.shell_words import expanded
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)\Z", re.DOTALL)
 PRINTED = "WHAT_A_COMMAND_PRINTS"
 _ENDS = {";", ";;", "\n", "&", "|", *JOINTS}
+_SHELLS = ("bash", "sh", "zsh")
+_TAKES_COMMANDS = re.compile(r"-[a-z]*c")
 _SWIFT = ("sft", "pt", "rlhf", "pretrain")
 
 
@@ -98,7 +100,12 @@ class _Seen:
 
 def _statements(path: Path, seen: _Seen, depth: int = 0) -> Iterator[list[str]]:
     """The expanded words of each command that runs, or that may run."""
-    tokens = _tokens(path)
+    return _statements_of(read_text(path), path, seen, depth)
+
+
+def _statements_of(text: str, path: Path, seen: _Seen, depth: int) -> Iterator[list[str]]:
+    """The same for a text that the file at ``path`` contains."""
+    tokens = _tokens(text, path)
     statement: list[str] = []
     at = 0
     while at <= len(tokens):
@@ -121,6 +128,10 @@ def _statements(path: Path, seen: _Seen, depth: int = 0) -> Iterator[list[str]]:
             seen.end(statement, token)
             if runs and words[:1] in (["source"], ["."]) and len(words) > 1 and depth < 5:
                 yield from _sourced(path, " ".join(words[1:]), seen, depth)
+            elif runs and (place := _place_of_text(words)) and depth < 5:
+                yield from _statements_within(words, place, path, seen, depth)
+                seen.joint = token
+                seen.before = None  # whether a command succeeds is not known
             elif runs and words:
                 yield words
             statement = []
@@ -128,8 +139,26 @@ def _statements(path: Path, seen: _Seen, depth: int = 0) -> Iterator[list[str]]:
             statement.append(token)
 
 
-def _tokens(path: Path) -> list[str]:
-    text = _without_substitutions(re.sub(r"\\\n", " ", _without_comments(read_text(path))))
+def _statements_within(words: list[str], place: int, path: Path, seen: _Seen, depth: int) -> Iterator[list[str]]:
+    """The commands in the word at ``place``, each behind the words before it."""
+    text = words[place].replace("\\$", "$")  # a variable that the inner shell replaces
+    try:
+        for inner in _statements_of(text, path, seen, depth + 1):
+            yield [*words[:place], *inner]
+    except UnreadableError:  # it is not a text of commands
+        yield words
+
+
+def _place_of_text(words: list[str]) -> int | None:
+    """The place of the commands that a shell gets as one word, as in ``bash -c "torchrun train.py"``."""
+    for at in range(2, len(words)):
+        if _TAKES_COMMANDS.fullmatch(words[at - 1]) and Path(words[at - 2]).name in _SHELLS and " " in words[at]:
+            return at
+    return None
+
+
+def _tokens(text: str, path: Path) -> list[str]:
+    text = _without_substitutions(re.sub(r"\\\n", " ", _without_comments(text)))
     lexer = shlex.shlex(text, posix=True, punctuation_chars="();&|\n")
     lexer.whitespace = " \t\r"
     lexer.commenters = ""

@@ -112,13 +112,14 @@ def _verl(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     if isinstance(samples, int) and isinstance(batch, int):
         values[f"{actor}.ppo_mini_batch_size"] = batch * samples  # prompts -> sequences
     length = [values.get(f"data.max_{name}_length") for name in ("prompt", "response")]
-    sizes = _sizes_of_model(values.get("actor_rollout_ref.model.path"), folder)
+    sizes, missing = _sizes_of_model("actor_rollout_ref.model.path", values, folder)
+    own = f"{megatron}.override_transformer_config"
+    found += missing if f"{own}.num_layers" not in values else []
     if all(isinstance(one, int) for one in length):
         sizes["seq_length"] = sum(one for one in length if isinstance(one, int))
     if values.get(f"{actor}.use_dynamic_bsz"):
         text = f"{actor}.use_dynamic_bsz: microbatches have as many sequences as fit into ppo_max_token_len_per_gpu"
         found.append(Finding("dynamic-batch", NOTE, f"{text}; their number is not known before the step"))
-    own = f"{megatron}.override_transformer_config"
     return {**{f"{own}.{name}": value for name, value in sizes.items()}, **values}, found
 
 
@@ -128,13 +129,15 @@ def _slime(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
         text = "--use-dynamic-batch-size: microbatches have as many sequences as fit into --max-tokens-per-gpu"
         found.append(Finding("dynamic-batch", NOTE, f"{text}; their number is not known before the step"))
         values.setdefault("seq_length", values.get("max_tokens_per_gpu"))
-    return {**_sizes_of_model(values.get("hf_checkpoint"), folder), **values}, found
+    sizes, missing = _sizes_of_model("hf_checkpoint", values, folder)
+    return {**sizes, **values}, [*found, *(missing if "num_layers" not in values else [])]
 
 
 def _swift(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     found = _other_gpus({"NNODES": 1, **values}, ("NNODES", "NPROC_PER_NODE"), gpus)
     own = {name: value for name, value in values.items() if name not in ("NNODES", "NPROC_PER_NODE")}
-    return {**_sizes_of_model(values.get("model"), folder), **own}, found
+    sizes, missing = _sizes_of_model("model", values, folder)
+    return {**sizes, **own}, [*found, *(missing if "num_layers" not in values else [])]
 
 
 def _torchtitan(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
@@ -170,10 +173,12 @@ def _other_gpus(values: Mapping[str, Any], names: tuple[str, str], gpus: int) ->
     return [Finding("other-number-of-gpus", RISK, text, f"--gpus {said}", names)]
 
 
-def _sizes_of_model(path: Any, folder: Path) -> dict[str, Any]:
-    """The sizes of a Hugging Face model that is on this machine; {} if it is not. Nothing is downloaded."""
+def _sizes_of_model(key: str, values: Mapping[str, Any], folder: Path) -> Prepared:
+    """The sizes of the Hugging Face model that ``key`` names, if it is on this machine, or a finding. Nothing is
+    downloaded."""
+    path = values.get(key)
     if not isinstance(path, str):
-        return {}
+        return {}, []
     for place in (Path(path).expanduser(), folder / path):
         try:
             config = json.loads((place / "config.json").read_text(encoding="utf-8"))
@@ -181,5 +186,6 @@ def _sizes_of_model(path: Any, folder: Path) -> dict[str, Any]:
             continue
         config = config.get("text_config", config)
         sizes = {ours: config[theirs] for theirs, ours in _SAME.items() if isinstance(config.get(theirs), int)}
-        return {**sizes, "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False)}
-    return {}
+        return {**sizes, "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False)}, []
+    text = f"the sizes of {path} are in its config.json, which is not on this machine"
+    return {}, [Finding("sizes-not-known", NOTE, text, f"a folder with the file as {key}", (key,))]

@@ -19,7 +19,7 @@ from megatron_pp.tools.check.jobs.flag_table import WRONG_VALUE, read_flags
 from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.jobs.read import is_file_of_settings, settings_of_file
 from megatron_pp.tools.check.priced import priced, transformer_of_job
-from megatron_pp.tools.check.stages import NoBatchError, chunks_of, microbatches_of, pipeline_size
+from megatron_pp.tools.check.stages import NotGivenError, chunks_of, microbatches_of, pipeline_size
 from megatron_pp.tools.cli.errors import UsageError
 from megatron_pp.tools.cli.options import cost_options
 from megatron_pp.tools.cli.options.parser import given, refuse
@@ -96,7 +96,7 @@ def fill(args: argparse.Namespace) -> OfMegatron | None:
     if named is None and args.compare is None:
         own |= {"num_chunks": [chunks], "schedule": INTERLEAVED if chunks > 1 else None}
         own |= {"group_size": group or None, "policy": OVERLAP if job.get("overlap_p2p_comm") else BATCHED}
-    with suppress(NoBatchError):  # the default of the option remains
+    with suppress(NotGivenError):  # the default of the option remains
         own["num_microbatches"] = [microbatches_of(job)]
     if args.gpu is not None:
         refuse(args, ["pipeline_size"], "does not go with --gpu, whose times are for the job's own ranks")

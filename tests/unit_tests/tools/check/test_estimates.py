@@ -41,6 +41,13 @@ def job(**args: Any) -> Job:
     return Job("megatron", 8, args, {**LLAMA_8B, **args})
 
 
+def test_what_is_not_given_is_named_where_it_is_needed() -> None:
+    for name, spelling in (("num_layers", "--num-layers"), ("global_batch_size", "--global-batch-size")):
+        line = f"not estimated: {spelling} is not given"
+        assert memory.section(job(**{name: None}), H100).lines[0] == line
+        assert step_time.section(job(**{name: None}), H100).lines[0] == line
+
+
 def test_layers_are_on_the_stages_of_the_layout() -> None:
     one = job(mtp_num_layers=1, num_layers=6, pipeline_model_parallel_layout="Et|tt|ttt|mL")
     stages = layers_of(transformer_of_job(one).model(H100), stages_of(one))

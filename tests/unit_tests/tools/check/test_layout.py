@@ -74,6 +74,7 @@ def test_a_hybrid_pattern_has_stages() -> None:
 @pytest.mark.parametrize(
     ("args", "match"),
     [
+        ({"num_layers": 0}, "--num-layers is not given"),
         ({"num_layers": 7}, "num_layers is 7, which does not divide over 2"),
         ({"pipeline_model_parallel_layout": "Et|t|tL"}, "the layout has 3 stages; 2 pipeline ranks"),
         ({"pipeline_model_parallel_layout": "Ex|tL"}, "has a stage 'Ex'"),

@@ -214,6 +214,14 @@ def test_a_verl_file_is_read(tmp_path: Path) -> None:
     assert job.unknown == ("actor_rollout_ref.actor.megatron.made_up",)
 
 
+def test_a_model_that_is_not_on_this_machine_is_named(tmp_path: Path) -> None:
+    layers = "+actor_rollout_ref.actor.megatron.override_transformer_config.num_layers=28"
+    text = "the sizes of Qwen/Qwen2.5-7B are in its config.json, which is not on this machine"
+    asked = VERL.replace("MODEL", "Qwen/Qwen2.5-7B")
+    assert text in texts(read(tmp_path, "verl.yaml", asked))
+    assert text not in texts(read(tmp_path, "verl.yaml", asked, layers))
+
+
 def test_the_type_of_gradients_in_verl(tmp_path: Path) -> None:
     """verl's code asks for fp32, unless `override_ddp_config` says something else."""
     key = "+actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32"

@@ -129,6 +129,40 @@ def test_a_shell_script_of_megatron_is_read(tmp_path: Path) -> None:
     assert any(one.name == "other-number-of-gpus" for one in read(tmp_path, MEGATRON, gpus=4).found)
 
 
+IN_A_TEXT = """\
+#!/bin/bash
+FLAGS="--num-layers 24 --hidden-size 512"
+srun --nodes=2 {begin}
+  set -e
+  cd /workspace && export CUDA_DEVICE_MAX_CONNECTIONS=1
+  STAGES=4
+  torchrun --nproc_per_node 8 --nnodes 2 \\
+    pretrain_gpt.py $FLAGS --pipeline-model-parallel-size {stages} && echo done
+{end}
+bash -c "echo 'it is not a command"
+"""
+
+
+@pytest.mark.parametrize(
+    ("begin", "stages", "end"),
+    [
+        ('bash -c "', "\\$STAGES", '"'),
+        ("sh -lc '", "$STAGES", "'"),
+        ("--container-image x /bin/bash -exc '", "4", "'"),
+    ],
+)
+def test_a_command_in_the_text_that_a_shell_gets_is_read(begin: str, stages: str, end: str, tmp_path: Path) -> None:
+    """Scripts of SLURM start `bash -c` in a container."""
+    job = read(tmp_path, IN_A_TEXT.format(begin=begin, stages=stages, end=end), gpus=16)
+    sizes = [job.given[name] for name in ("num_layers", "hidden_size", "pipeline_model_parallel_size")]
+    assert sizes == [24, 512, 4]
+    assert not job.unknown
+    assert any(
+        one.name == "other-number-of-gpus"
+        for one in read(tmp_path, IN_A_TEXT.format(begin=begin, stages=stages, end=end), gpus=8).found
+    )
+
+
 BRANCHES = """\
 SIZE="800M" # or "8B"; don't use others
 case "${SIZE}" in
