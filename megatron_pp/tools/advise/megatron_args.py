@@ -71,6 +71,8 @@ def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transform
     if missing:
         raise PlanError(f"Megatron's arguments lack {', '.join('--' + name.replace('_', '-') for name in missing)}")
     in_half = "bf16" in args or "fp16" in args
+    # With bf16 Megatron's parser sets accumulate_allreduce_grads_in_fp32 itself; with fp16 it does not.
+    fp16_gradients = "fp16" in args and "accumulate_allreduce_grads_in_fp32" not in args
     shape = ModelShape(
         num_layers=whole(args, "num_layers"),
         hidden_size=whole(args, "hidden_size"),
@@ -86,7 +88,7 @@ def transformer_of(args: Mapping[str, Any], data_parallel: int = 1) -> Transform
         sequence_parallel="sequence_parallel" in args,
         recompute=_recompute(args),
         element_bytes=2 if in_half else 4,
-        gradient_bytes=2 if in_half and "grad_reduce_in_bf16" in args else 4,
+        gradient_bytes=2 if fp16_gradients or (in_half and "grad_reduce_in_bf16" in args) else 4,
     )
     mixers = _mixers(args, main)
     experts = whole(args, "num_experts", 0)

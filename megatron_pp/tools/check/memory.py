@@ -115,7 +115,7 @@ def _set_by(job: Job) -> Iterator[str]:
     weights = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
     weights += ["expert_model_parallel_size"] if job.get("num_experts") else []
     kept = ("recompute_granularity", "micro_batch_size", "context_parallel_size", "sequence_parallel")
-    reduced = f"; gradients in bf16: {job.spell('grad_reduce_in_bf16')}" if job.get("grad_reduce_in_bf16") else ""
+    reduced = f"; gradients in 16 bits: {job.spell('grad_reduce_in_bf16')}" if job.get("grad_reduce_in_bf16") else ""
     states = job.spell("use_distributed_optimizer")
     yield f"parameters and gradients: {', '.join(map(job.spell, weights))}{reduced}; optimizer: also {states}"
     yield f"activations: {', '.join(map(job.spell, kept))}"

@@ -32,7 +32,9 @@ _SAME = {
 }
 """Hugging Face's name in a model's config.json -> Megatron's setting."""
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "megatron-bridge": {"accumulate_allreduce_grads_in_fp32": True},
     "verl": {
+        "accumulate_allreduce_grads_in_fp32": True,
         "use_distributed_optimizer": True,
         "sequence_parallel": True,
         "bf16": True,

@@ -48,6 +48,19 @@ def test_what_is_not_given_is_named_where_it_is_needed() -> None:
         assert step_time.section(job(**{name: None}), H100).lines[0] == line
 
 
+def test_gradients_have_the_type_of_megatrons_buffers() -> None:
+    """Megatron's parser turns gradients in fp32 on with bf16, and not with fp16."""
+    half = {"bf16": False, "fp16": True}
+    for args, size in (
+        ({}, 4),
+        ({"grad_reduce_in_bf16": True}, 2),
+        (half, 2),
+        ({**half, "accumulate_allreduce_grads_in_fp32": True}, 4),
+        ({"bf16": False}, 4),
+    ):
+        assert transformer_of_job(job(**args)).shape.gradient_bytes == size, args
+
+
 def test_layers_are_on_the_stages_of_the_layout() -> None:
     one = job(mtp_num_layers=1, num_layers=6, pipeline_model_parallel_layout="Et|tt|ttt|mL")
     stages = layers_of(transformer_of_job(one).model(H100), stages_of(one))
@@ -74,7 +87,7 @@ def test_gradients_in_bf16_take_two_bytes() -> None:
         assert less.gradients == pytest.approx(one.gradients / 2)
         assert less.total == pytest.approx(one.total - one.gradients / 2)
         assert less.parameters == pytest.approx(one.parameters)
-    assert any("gradients in bf16: --grad-reduce-in-bf16" in line for line in memory.section(half, H100).lines)
+    assert any("gradients in 16 bits: --grad-reduce-in-bf16" in line for line in memory.section(half, H100).lines)
     fp32 = {"bf16": False, "num_experts": 4, "expert_model_parallel_size": 2}
     assert memory.section(job(**fp32, grad_reduce_in_bf16=True), H100).data == memory.section(job(**fp32), H100).data
 

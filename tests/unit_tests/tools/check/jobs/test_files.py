@@ -14,6 +14,7 @@ from megatron_pp.tools.check.findings import ERROR
 from megatron_pp.tools.check.jobs.errors import UnreadableError
 from megatron_pp.tools.check.jobs.job import Job
 from megatron_pp.tools.check.jobs.read import Given, read_job, settings_of_file, words_of
+from megatron_pp.tools.check.priced import transformer_of_job
 
 BRIDGE = """\
 _target_: megatron.bridge.training.config.ConfigContainer
@@ -185,6 +186,16 @@ def test_a_precision_of_megatron_bridge_may_be_a_name(
     job = read(tmp_path, "recipe.yaml", text, f"mixed_precision={name}")
     assert tuple(bool(job.get(one)) for one in ("bf16", "fp16", "grad_reduce_in_bf16")) == expected
     assert not job.unknown
+
+
+@pytest.mark.parametrize(
+    ("precision", "size"),
+    [("fp16_mixed", 2), ("{fp16: true}", 4), ("{fp16: true, grad_reduce_in_fp32: false}", 2), ("{bf16: true}", 4)],
+)
+def test_the_size_of_gradients_in_megatron_bridge(tmp_path: Path, precision: str, size: int) -> None:
+    text = "model: {num_layers: 8, hidden_size: 64, num_attention_heads: 4, seq_length: 64}\n"
+    job = read(tmp_path, "recipe.yaml", f"{text}mixed_precision: {precision}\n")
+    assert transformer_of_job(job).shape.gradient_bytes == size
 
 
 def test_a_precision_with_an_unknown_name_was_not_read(tmp_path: Path) -> None:
