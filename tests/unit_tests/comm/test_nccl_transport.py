@@ -79,14 +79,16 @@ def test_other_plans_have_warm_channels_with_options_of_their_own() -> None:
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_communicator_made_during_an_abort_is_aborted(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL makes it in the first operation. Here rank 0's abort has looked before that, and has found none."""
+    """NCCL makes it in the first operation. Here rank 0's abort has looked before that, and has found none. Rank 0 then
+    posts nothing more: the next communicator could wait for a rank that is gone."""
     post = VirtualNCCL._post
     transports: dict[int, Any] = {}
     ended: list[Any] = []
 
     def late(backend: VirtualNCCL, *args: Any) -> Any:
-        work = post(backend, *args)
         transport = transports.get(backend.device.rank)
+        assert transport is None or not transport.aborted, "posted after the abort"
+        work = post(backend, *args)
         if transport is not None and not transport.aborted:
             transport.abort()
         return work
