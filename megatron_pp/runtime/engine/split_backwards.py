@@ -45,5 +45,5 @@ class SplitBackwards:
 
 def _completing(engine: PlanExecutor) -> dict[int, MbPart]:
     """Chunk -> the microbatch, or its part, that completes the gradients of the chunk."""
-    tasks = (at for entry in engine.plan.tasks(engine.rank) for at in entry.members or (entry,))
+    tasks = engine.plan.tasks(engine.rank)  # no pair is the last: the backward of its forward follows
     return {at.chunk: at.mb_part for at in tasks if at.op in ins.BACKWARD_OPS or at.op == ins.WEIGHT_GRAD}
