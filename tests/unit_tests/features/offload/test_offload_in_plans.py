@@ -185,6 +185,22 @@ def test_copies_that_fit_their_slots_are_hidden(copy: float, slots: int, exposed
     assert (step.makespan > simulated(spec).makespan) == exposed
 
 
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("interleaved_1f1b", 2)])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_copies_back_begin_early_enough_for_their_turns(schedule: str, chunks: int, slots: int) -> None:
+    """The engine makes one copy at a time. If backwards follow each other faster, copies back have to begin earlier."""
+    spec = PlanSpec(schedule, 4, chunks, 8, offload_chunks=chunks, offload_slots=slots)
+    assert build_plan(spec).copies_to_host
+    assert simulated(spec, copy=slots).makespan == simulated(spec).makespan
+
+
+def test_a_forward_that_stays_on_the_device_makes_no_copy_begin_earlier() -> None:
+    """It takes no turn of the engine. If it did, copies back would begin earlier, and two more chunks would be in memory.
+    """
+    _, verdict = verified_plan(PlanSpec("gis", 4, 2, 8, offload_chunks=2, offload_slots=2))
+    assert max(verdict.activations) == 5
+
+
 def test_a_wait_for_a_copy_is_exposed_time() -> None:
     """F0 F1 B0 B1: the first backward waits for what was copied away and back."""
     plan = Plan(PlanSpec("1f1b", 1, 1, 2), Placement(LOOP, 1, 1), ())
