@@ -59,6 +59,16 @@ def test_batched_plans_have_no_channels_and_a_warm_group(warm_up: bool) -> None:
     )
 
 
+def test_the_group_of_a_batched_plan_with_shapes_is_warm_in_any_case() -> None:
+    """All ranks must post a group's first batch. In a step, a rank of three may wait for shapes before it posts."""
+
+    def is_warm(communicator: P2PCommunicator) -> bool:
+        return bool(communicator.pp_group.backend._communicators)
+
+    fields = {"batch_p2p_comm": True, "variable_seq_lengths": True, "warm_up_p2p": False}
+    assert on_nccl(StreamNetwork(SIZE, seed=None), is_warm, **fields) == [True] * SIZE
+
+
 def test_other_plans_have_warm_channels_with_options_of_their_own() -> None:
     def look(communicator: P2PCommunicator) -> list[tuple[Any, ...]]:
         assert not communicator.pp_group.backend._communicators
