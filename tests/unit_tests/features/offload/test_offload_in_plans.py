@@ -195,8 +195,7 @@ def test_copies_back_begin_early_enough_for_their_turns(schedule: str, chunks: i
 
 
 def test_a_forward_that_stays_on_the_device_makes_no_copy_begin_earlier() -> None:
-    """It takes no turn of the engine. If it did, copies back would begin earlier, and two more chunks would be in memory.
-    """
+    """It takes no turn of the engine. If it did, copies back would begin earlier, and memory would hold 7 chunks."""
     _, verdict = verified_plan(PlanSpec("gis", 4, 2, 8, offload_chunks=2, offload_slots=2))
     assert max(verdict.activations) == 5
 
