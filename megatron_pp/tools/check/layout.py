@@ -78,7 +78,8 @@ def _sizes(job: Job) -> Iterator[str]:
     batch = job.get("global_batch_size")
     micro = job.get("micro_batch_size", 1)
     flags = f"{job.spell('global_batch_size')} {batch}, {job.spell('micro_batch_size')} {micro}"
-    yield f"{count} microbatches a step on each of {job.get('data_parallel_size', 1)} replicas ({flags})"
+    microbatches = "1 microbatch" if count == 1 else f"{count} microbatches"
+    yield f"{microbatches} a step on each of {job.get('data_parallel_size', 1)} replicas ({flags})"
     if chunks_of(job) > 1:
         group = job.get("microbatch_group_size_per_vp_stage") or pipeline_size(job)
         chunks = f"{chunks_of(job)} chunks a rank{_said_by_layout(job)}"

@@ -26,6 +26,8 @@ _PROGRAMS = {
     "megatron-bridge": ("model",),
 }
 """Program -> top-level sections of its files. A file that has one of them is the program's. Tried in this order."""
+_NAMES = {"megatron-yaml": "megatron", "verl-sft": "verl"}
+"""Program with a table of its own -> the name in the answer."""
 _MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size")
 
 
@@ -59,7 +61,7 @@ def job_of_values(program: str, values: Mapping[str, Any], gpus: int, source: st
     unknown = f"{keys} not read: {', '.join(read.unknown)}"
     if read.unknown:
         found = [*found, Finding("unknown-keys", RISK, unknown, "", tuple(read.unknown))]
-    name = "megatron" if program == "megatron-yaml" else program
+    name = _NAMES.get(program, program)
     return job_of(name, read, gpus, source, found, defaults=special.DEFAULTS.get(program))
 
 

@@ -164,9 +164,9 @@ def _shell(given: Given, by_table: bool = False) -> Job:
         unknown = ", ".join(command.unknown).replace(f"${{{shell.PRINTED}}}", "$(...)")
         text = f"not known, so all their branches were read, and the later one wins: {unknown}"
         found.append(Finding("conditions-not-known", NOTE, text))
-    if command.program == "verl":
+    if command.program in ("verl", "verl-sft"):
         changes = [word for word in words if "=" in word and not word.startswith("--")]
-        job = files.job_of_values("verl", files.changes_of(changes, first), given.gpus, first)
+        job = files.job_of_values(command.program, files.changes_of(changes, first), given.gpus, first)
     elif command.program in ("slime", "ms-swift"):
         values = values_of_words(words)
         for name in ("NNODES", "NPROC_PER_NODE"):

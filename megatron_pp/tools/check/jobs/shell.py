@@ -251,7 +251,8 @@ def _command(words: list[str]) -> Command | None:
         if word == "megatron" and behind[:1] and behind[0] in _SWIFT:
             return Command("ms-swift", "megatron", behind[1:], launcher=words[:at])
         if word == "-m" and behind and behind[0].startswith("verl."):
-            return Command("verl", behind[0], behind[1:], launcher=words[:at])
+            program = "verl-sft" if behind[0].endswith(".sft_trainer") else "verl"
+            return Command(program, behind[0], behind[1:], launcher=words[:at])
         if word == "-m" and behind and "." in behind[0] and not behind[0].startswith("torch."):
             return Command("megatron", behind[0], behind[1:], module=True, launcher=words[:at])
         if word.endswith(".py"):

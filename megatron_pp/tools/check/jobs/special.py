@@ -31,18 +31,20 @@ _SAME = {
     "num_nextn_predict_layers": "mtp_num_layers",
 }
 """Hugging Face's name in a model's config.json -> Megatron's setting."""
+_VERL: dict[str, Any] = {
+    "accumulate_allreduce_grads_in_fp32": True,
+    "use_distributed_optimizer": True,
+    "sequence_parallel": True,
+    "bf16": True,
+    "swiglu": True,
+    "variable_seq_lengths": True,
+    "batch_p2p_comm": False,
+    "moe_token_dispatcher_type": "alltoall",
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "megatron-bridge": {"accumulate_allreduce_grads_in_fp32": True},
-    "verl": {
-        "accumulate_allreduce_grads_in_fp32": True,
-        "use_distributed_optimizer": True,
-        "sequence_parallel": True,
-        "bf16": True,
-        "swiglu": True,
-        "variable_seq_lengths": True,
-        "batch_p2p_comm": False,
-        "moe_token_dispatcher_type": "alltoall",
-    },
+    "verl": _VERL,
+    "verl-sft": {**_VERL, "global_batch_size": 256, "seq_length": 1024},
     "slime": {"variable_seq_lengths": True, "bf16": True},
     "ms-swift": {
         "micro_batch_size": 1,
@@ -73,6 +75,7 @@ def prepared(program: str, values: Mapping[str, Any], gpus: int, folder: Path) -
     how: dict[str, Callable[[dict[str, Any], int, Path], Prepared]] = {
         "megatron-bridge": _bridge,
         "verl": _verl,
+        "verl-sft": _verl_sft,
         "slime": _slime,
         "ms-swift": _swift,
         "torchtitan": _torchtitan,
@@ -122,6 +125,24 @@ def _verl(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     if values.get(f"{actor}.use_dynamic_bsz"):
         text = f"{actor}.use_dynamic_bsz: microbatches have as many sequences as fit into ppo_max_token_len_per_gpu"
         found.append(Finding("dynamic-batch", NOTE, f"{text}; their number is not known before the step"))
+    return {**{f"{own}.{name}": value for name, value in sizes.items()}, **values}, found
+
+
+def _verl_sft(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
+    """verl's training on given answers (`verl.trainer.sft_trainer`). Its default engine is FSDP."""
+    found = []
+    engine = values.get("engine", "fsdp")
+    if engine != "megatron":
+        text = f"engine is {engine}: Megatron does not train the model, so this answer does not apply to it"
+        found.append(Finding("not-megatron", RISK, text, "engine=megatron"))
+    sizes, missing = _sizes_of_model("model.path", values, folder)
+    own = "engine.override_transformer_config"
+    found += missing if f"{own}.num_layers" not in values else []
+    if values.get("data.use_dynamic_bsz", True):
+        text = "data.use_dynamic_bsz: microbatches have as many sequences as fit into data.max_token_len_per_gpu"
+        found.append(Finding("dynamic-batch", NOTE, f"{text}; their number is not known before the step"))
+    else:
+        values.setdefault("data.micro_batch_size_per_gpu", 4)
     return {**{f"{own}.{name}": value for name, value in sizes.items()}, **values}, found
 
 

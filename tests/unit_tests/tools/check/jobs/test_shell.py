@@ -80,6 +80,19 @@ HYDRA_FULL_ERROR=1 python3 -m verl.trainer.main_ppo --config-path=./config --con
 """
 
 
+VERL_SFT = """\
+ENGINE_CONFIG="\\
+    engine=megatron \\
+    optim.betas='[0.9,0.95]' \\
+    engine.pipeline_model_parallel_size=${PP_SIZE:-4} \\
+    engine.use_mbridge=True \\
+    +engine.override_transformer_config.recompute_granularity=full"
+torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer \\
+    data.train_batch_size=128 data.micro_batch_size_per_gpu=2 data.max_length=2048 data.use_dynamic_bsz=False \\
+    model.path=${MODEL_PATH:-Qwen/Qwen3.5-397B-A17B} ${ENGINE_CONFIG}
+"""
+
+
 def read(folder: Path, text: str, *words: str, gpus: int = 8) -> Job:
     (folder / "run.sh").write_text(text)
     return read_job(Given([str(folder / "run.sh"), *words], gpus))
@@ -112,6 +125,30 @@ def test_a_verl_script_is_read(tmp_path: Path) -> None:
     job = read(tmp_path, VERL)
     assert (job.framework, job.given["pipeline_model_parallel_size"]) == ("verl", 4)
     assert job.given["decoder_last_pipeline_num_layers"] == 7
+
+
+def test_a_script_of_verls_sft_trainer_is_read(tmp_path: Path) -> None:
+    job = read(tmp_path, VERL_SFT)
+    assert job.framework == "verl"
+    assert job.spell("pipeline_model_parallel_size") == "engine.pipeline_model_parallel_size"
+    sizes = ("pipeline_model_parallel_size", "micro_batch_size", "global_batch_size", "seq_length")
+    assert [job.args[name] for name in sizes] == [4, 2, 128, 2048]
+    assert (job.args["bf16"], job.args["recompute_granularity"]) == (True, "full")
+    assert job.unknown == ()
+    names = [one.name for one in job.found]
+    assert "sizes-not-known" in names
+    assert "not-megatron" not in names
+    assert "dynamic-batch" not in names
+    fsdp = read(tmp_path, VERL_SFT.replace("engine=megatron", "").replace("use_dynamic_bsz=False", ""))
+    assert {"not-megatron", "dynamic-batch"} <= {one.name for one in fsdp.found}
+
+
+def test_the_default_of_a_variable_may_have_variables(tmp_path: Path) -> None:
+    """As in ``${STAGES:-${RANKS}}``, also if they are not set."""
+    begin = "RANKS=4\nSTAGES=${STAGES:-${RANKS}}\nFILE=${FILE:-${FOLDER}/text.bin}\n"
+    job = read(tmp_path, f"{begin}python pretrain_gpt.py --pipeline-model-parallel-size $STAGES --data-path $FILE")
+    assert job.given["pipeline_model_parallel_size"] == 4
+    assert any("--data-path ${FOLDER}/text.bin" in one.text for one in job.found)
 
 
 def test_a_shell_script_of_megatron_is_read(tmp_path: Path) -> None:
