@@ -39,6 +39,21 @@ def test_gradients_add_up_in_the_dtype_that_a_parameter_asks_for() -> None:
     assert torch.equal(ours, theirs)
 
 
+def test_the_input_gradient_of_a_transposed_input_is_transposed_too() -> None:
+    """Autograd does the same. With the other order of the product a GPU may round otherwise."""
+    strides: list[tuple[int, ...]] = []
+
+    def loss_of(model: nn.Module) -> Tensor:
+        x = torch.ones(6, 10, requires_grad=True).t()
+        x.register_hook(lambda grad: strides.append(grad.stride()))
+        return model(x).sum()
+
+    model = nn.Linear(6, 4)
+    loss_of(model).backward()
+    run_split(split_weight_grad(model), lambda mb: loss_of(model))
+    assert strides == [(1, 10)] * 2
+
+
 class _WideGradient(torch.autograd.Function):
     """A product whose gradient for the weight is in float32, as of a kernel that accumulates in float32."""
 
