@@ -89,6 +89,12 @@ def test_1f1b_of_two_ranks_by_hand(microbatches: int, fields: dict[str, object],
     assert lines("1f1b", 2, 1, microbatches, **fields) == programs
 
 
+def test_an_output_whose_backward_is_next_is_released_behind_the_wait_for_its_gradient() -> None:
+    """The gradient shows that the send is done, so the release waits for nothing more."""
+    program = lines("1f1b", 2, 1, 1)[0]
+    assert program == "F0.0 RECV_B0.0 SEND_F0.0 WAIT_B0.0 FREE_F0.0 ENABLE_GRAD_SYNC0 B0.0"
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_chunks_of_one_rank_exchange_tensors_by_hand_offs(policy: str) -> None:
     assert lines("breadth_first", 1, 2, 2, policy=policy) == [
