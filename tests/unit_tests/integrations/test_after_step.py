@@ -41,6 +41,8 @@ def test_watched_optimizer_steps_return_their_results_and_are_restored(module: M
     before, hook = vars(Chained)["step"], sys.excepthook
     for _ in range(2):
         after_step.watch_what_follows()
+    assert isinstance(sys.excepthook, after_step.WatchedEnd)
+    assert sys.excepthook.theirs is hook
     assert Chained().step(3) == 7
     assert Late().step(3) == 6
     assert Chained.step.__doc__ == before.__doc__
