@@ -62,6 +62,7 @@ class VirtualNCCL:
 
     Options = _Options
     supports_coalescing = True
+    supports_splitting = True
 
     def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
         device = current_device()
@@ -175,9 +176,11 @@ class VirtualGroup(dist.ProcessGroup):
         self._backends[device.type] = backend
 
     def _get_backend(self, device: torch.device) -> Any:
-        if device.type not in self._backends:
+        # A tensor of a virtual device is in host memory, and torch's own code asks for the backend of that.
+        found = self._backends.get(device.type) or self._backends.get("cuda")
+        if found is None:
             raise RuntimeError(f"no backend for {device}")
-        return self._backends[device.type]
+        return found
 
     @property
     def backend(self) -> VirtualNCCL:
@@ -335,6 +338,7 @@ def virtual_distributed() -> Iterator[None]:
             (dist, "init_process_group", _init_process_group),
             (dist, "destroy_process_group", _destroy_process_group),
             (dist, "new_group", _new_group),
+            (dist, "split_group", _split_group),
         ]
     ):
         try:
@@ -347,7 +351,7 @@ def _forget_groups() -> None:
     """Remove the groups of ranks that still wait. All threads share torch's tables, and the next group must not have
     their names."""
     world: Any = c10d._World()
-    for table in (world.pg_map, world.pg_names, world.pg_group_ranks):
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
         for group in [one for one in list(table) if isinstance(one, VirtualGroup)]:
             table.pop(group, None)
 
@@ -385,10 +389,26 @@ def _new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) ->
     return dist.GroupMember.NON_GROUP_MEMBER
 
 
-def _join(members: Sequence[int], rank: int, store: Any, options: _Options) -> VirtualGroup:
-    """Join a group. ``members``: the ranks of the job that are in it."""
+def _split_group(parent_pg: Any = None, split_ranks: Sequence[Sequence[int]] = (), **_: Any) -> Any:
+    """``torch.distributed.split_group``: all ranks of ``parent_pg`` make one of the groups each, at the same time."""
     world: Any = c10d._world
-    name = str(len(world.made))
+    parent = parent_pg or world.default_pg
+    every = list(world.pg_group_ranks[parent])
+    mine = parent.rank()
+    ranks = next((ranks for ranks in split_ranks if mine in ranks), None)
+    if ranks is None:
+        world.made.append(None)
+        return dist.GroupMember.NON_GROUP_MEMBER
+    members = [every[rank] for rank in ranks]
+    options = _Options(for_device=parent.backend.options.for_device)
+    return _join(members, every[mine], world.pg_map[world.default_pg][1], options, f" of {members}")
+
+
+def _join(members: Sequence[int], rank: int, store: Any, options: _Options, suffix: str = "") -> VirtualGroup:
+    """Join a group. ``members``: the ranks of the job that are in it. ``suffix``: of its name, which no other group
+    has."""
+    world: Any = c10d._world
+    name = f"{len(world.made)}{suffix}"
     place = members.index(rank)
     group = VirtualGroup(store, place, len(members))
     backend = VirtualNCCL(dist.PrefixStore(f"group {name}", store), place, len(members), options)
@@ -397,6 +417,7 @@ def _join(members: Sequence[int], rank: int, store: Any, options: _Options) -> V
     world.made.append(group)
     world.pg_map[group] = ("nccl", store)
     world.pg_names[group] = name
+    world.pg_backend_config[group] = "cpu:nccl,cuda:nccl"
     world.pg_group_ranks[group] = {member: number for number, member in enumerate(members)}
     return group
 
@@ -406,7 +427,7 @@ def _destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     world: Any = c10d._world
     everything = group is None or group is world.default_pg
     for one in world.made if everything else [group]:
-        for table in (world.pg_map, world.pg_names, world.pg_group_ranks):
+        for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
             table.pop(one, None)
     if everything:
         world.default_pg = None
