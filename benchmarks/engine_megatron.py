@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,12 +20,21 @@ from megatron_pp.testing.threads import ThreadGroup
 _SCHEDULES = ("1f1b", "interleaved_1f1b")
 
 
+@contextmanager
+def _installed() -> Iterator[None]:
+    """`installed()` without the warning that ``_is_news`` holds back."""
+    logger = logging.getLogger("megatron_pp")
+    logger.addFilter(_is_news)
+    try:
+        with installed():
+            yield
+    finally:
+        logger.removeFilter(_is_news)
+
+
 def _is_news(record: logging.LogRecord) -> bool:
     """The benchmark holds Megatron's own functions beside ours, and each `install()` would warn of that."""
     return "was fetched before install()" not in str(record.msg)
-
-
-logging.getLogger("megatron_pp").addFilter(_is_news)
 
 
 def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, transport: Any) -> Step:
@@ -47,7 +57,7 @@ def make(engine: str, work: Work, rank: int, group: Any, make_stage: MakeStage, 
             communicator = library.module("pipeline_parallel.p2p_communication").P2PCommunicator
             arguments["p2p_communicator"] = communicator(pp_group=group, config=config)
         schedules = library.module("pipeline_parallel.schedules")
-        with installed() if plugged_in else nullcontext():
+        with _installed() if plugged_in else nullcontext():
             function = schedules.get_forward_backward_func(work.pipeline_size, work.num_chunks if chunked else None)
     return scheduled_step(work, function, chunks, forward_only=False, **arguments)
 
