@@ -68,7 +68,7 @@ _OF_MEGATRON = {
 }
 
 PARTS: tuple[Part, ...] = (
-    Part("facts", "The machine", 20.0, facts.run),
+    Part("facts", "The machine", 60.0, facts.run),
     Part("ahead", "First steps of fresh processes, two ranks", 240.0, ahead.run),
     Part("more_waits", "Which further calls wait for the device", 110.0, more_waits.run, cuda=True),
     Part("named", "Two operations that wait for each other", 150.0, named.run, cuda=True),

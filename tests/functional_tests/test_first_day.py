@@ -92,7 +92,7 @@ def test_ranks_can_be_spawned_as_they_are_on_gpus(tmp_path: Path) -> None:
     program.write_text(SPAWNING)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPTS.parent), str(SCRIPTS)])}
     run = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=240.0)
-    assert (run.returncode, run.stdout.split()[:2]) == (0, ["facts", "pass"]), run.stderr[-2000:]
+    assert (run.returncode, run.stdout.split()[:2]) == (0, ["facts", "pass"]), run.stdout + run.stderr[-2000:]
 
 
 @pytest.mark.slow
