@@ -117,14 +117,13 @@ def _verl(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     if isinstance(samples, int) and isinstance(batch, int):
         values[f"{actor}.ppo_mini_batch_size"] = batch * samples  # prompts -> sequences
     length = [values.get(f"data.max_{name}_length") for name in ("prompt", "response")]
-    sizes, missing = _sizes_of_model("actor_rollout_ref.model.path", values, folder)
     own = f"{megatron}.override_transformer_config"
-    found += missing if f"{own}.num_layers" not in values else []
+    sizes, missing = _sizes_of_model("actor_rollout_ref.model.path", f"{own}.num_layers", values, folder)
+    found += missing
     if all(isinstance(one, int) for one in length):
         sizes["seq_length"] = sum(one for one in length if isinstance(one, int))
     if values.get(f"{actor}.use_dynamic_bsz"):
-        text = f"{actor}.use_dynamic_bsz: microbatches have as many sequences as fit into ppo_max_token_len_per_gpu"
-        found.append(Finding("dynamic-batch", NOTE, f"{text}; their number is not known before the step"))
+        found.append(_dynamic(f"{actor}.use_dynamic_bsz", "ppo_max_token_len_per_gpu"))
     return {**{f"{own}.{name}": value for name, value in sizes.items()}, **values}, found
 
 
@@ -135,12 +134,11 @@ def _verl_sft(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     if engine != "megatron":
         text = f"engine is {engine}: Megatron does not train the model, so this answer does not apply to it"
         found.append(Finding("not-megatron", RISK, text, "engine=megatron"))
-    sizes, missing = _sizes_of_model("model.path", values, folder)
     own = "engine.override_transformer_config"
-    found += missing if f"{own}.num_layers" not in values else []
+    sizes, missing = _sizes_of_model("model.path", f"{own}.num_layers", values, folder)
+    found += missing
     if values.get("data.use_dynamic_bsz", True):
-        text = "data.use_dynamic_bsz: microbatches have as many sequences as fit into data.max_token_len_per_gpu"
-        found.append(Finding("dynamic-batch", NOTE, f"{text}; their number is not known before the step"))
+        found.append(_dynamic("data.use_dynamic_bsz", "data.max_token_len_per_gpu"))
     else:
         values.setdefault("data.micro_batch_size_per_gpu", 4)
     return {**{f"{own}.{name}": value for name, value in sizes.items()}, **values}, found
@@ -149,18 +147,17 @@ def _verl_sft(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
 def _slime(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     found = _other_gpus(values, ("actor_num_nodes", "actor_num_gpus_per_node"), gpus)
     if values.get("use_dynamic_batch_size"):
-        text = "--use-dynamic-batch-size: microbatches have as many sequences as fit into --max-tokens-per-gpu"
-        found.append(Finding("dynamic-batch", NOTE, f"{text}; their number is not known before the step"))
+        found.append(_dynamic("--use-dynamic-batch-size", "--max-tokens-per-gpu"))
         values.setdefault("seq_length", values.get("max_tokens_per_gpu"))
-    sizes, missing = _sizes_of_model("hf_checkpoint", values, folder)
-    return {**sizes, **values}, [*found, *(missing if "num_layers" not in values else [])]
+    sizes, missing = _sizes_of_model("hf_checkpoint", "num_layers", values, folder)
+    return {**sizes, **values}, [*found, *missing]
 
 
 def _swift(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     found = _other_gpus({"NNODES": 1, **values}, ("NNODES", "NPROC_PER_NODE"), gpus)
     own = {name: value for name, value in values.items() if name not in ("NNODES", "NPROC_PER_NODE")}
-    sizes, missing = _sizes_of_model("model", values, folder)
-    return {**sizes, **own}, [*found, *(missing if "num_layers" not in values else [])]
+    sizes, missing = _sizes_of_model("model", "num_layers", values, folder)
+    return {**sizes, **own}, [*found, *missing]
 
 
 def _torchtitan(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
@@ -185,6 +182,11 @@ def _torchtitan(values: dict[str, Any], gpus: int, folder: Path) -> Prepared:
     return {**{f"parallelism.{name}": value for name, value in (sizes or {}).items()}, **values}, found
 
 
+def _dynamic(setting: str, limit: str) -> Finding:
+    text = f"{setting}: microbatches have as many sequences as fit into {limit}"
+    return Finding("dynamic-batch", NOTE, f"{text}; their number is not known before the step")
+
+
 def _other_gpus(values: Mapping[str, Any], names: tuple[str, str], gpus: int) -> list[Finding]:
     counts = [values.get(name) for name in names]
     if not all(isinstance(one, int) for one in counts):
@@ -196,9 +198,9 @@ def _other_gpus(values: Mapping[str, Any], names: tuple[str, str], gpus: int) ->
     return [Finding("other-number-of-gpus", RISK, text, f"--gpus {said}", names)]
 
 
-def _sizes_of_model(key: str, values: Mapping[str, Any], folder: Path) -> Prepared:
-    """The sizes of the Hugging Face model that ``key`` names, if it is on this machine, or a finding. Nothing is
-    downloaded."""
+def _sizes_of_model(key: str, layers: str, values: Mapping[str, Any], folder: Path) -> Prepared:
+    """The sizes of the Hugging Face model that ``key`` names, if it is on this machine; else a finding, unless the key
+    ``layers`` gives its number of layers. Nothing is downloaded."""
     path = values.get(key)
     if not isinstance(path, str):
         return {}, []
@@ -210,5 +212,7 @@ def _sizes_of_model(key: str, values: Mapping[str, Any], folder: Path) -> Prepar
         config = config.get("text_config", config)
         sizes = {ours: config[theirs] for theirs, ours in _SAME.items() if isinstance(config.get(theirs), int)}
         return {**sizes, "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False)}, []
+    if layers in values:
+        return {}, []
     text = f"the sizes of {path} are in its config.json, which is not on this machine"
     return {}, [Finding("sizes-not-known", NOTE, text, f"a folder with the file as {key}", (key,))]
