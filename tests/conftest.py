@@ -8,7 +8,7 @@ import multiprocessing.forkserver
 import os
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def _set_environment() -> None:
 
 _set_environment()
 
-from testkit import autograd_draw  # noqa: E402  # of the path that was just set
+from testkit import autograd_draw, process_state  # noqa: E402  # of the path that was just set
 from testkit.rank_processes import PRELOADED  # noqa: E402
 
 # No test depends on time, or on chance.
@@ -58,6 +58,16 @@ hypothesis.settings.load_profile("project")
 # numbers, and of groups that all ranks make in one order, fork one rank from a second such process: with an order of
 # sets of its own.
 multiprocessing.set_forkserver_preload(PRELOADED)
+
+
+@pytest.fixture(autouse=True)
+def process_is_left_as_it_was() -> Iterator[None]:
+    """It would change the result of other tests, in some of the orders that workers take. Torn down after all other
+    fixtures of the test, such as `monkeypatch`."""
+    before = process_state.values()
+    yield
+    changes = process_state.changes(before, process_state.values())
+    assert not changes, "this test left its process changed: " + "; ".join(changes)
 
 
 @pytest.fixture(scope="session")

@@ -88,7 +88,7 @@ def train(argv: Sequence[str]) -> Trainer:
     logging.basicConfig(handlers=[shown], format="%(message)s")
     # At least torch's default, and longer than any operation may take, so that the fault guard raises first.
     timeout = timedelta(seconds=max(1800.0, 2 * StepSettings.from_config(config).timeouts(None).compute))
-    with joined(process, device, timeout):
+    with ExitStack() as until_all_is_closed, joined(process, device, timeout):
         check_same_settings(settings.everything())
         with agreed_start(settings, layout) as start:
             # Also catches the launcher's SIGTERM, so that a rank can still report another rank's failure.
@@ -102,7 +102,7 @@ def train(argv: Sequence[str]) -> Trainer:
             chunks, split = _build_model(settings, config, device, parts, timeout)
             if process.rank == 0:
                 save_settings(settings, start.folder)
-                _keep_log(start.folder)
+                until_all_is_closed.enter_context(_kept_log(start.folder))
             recorder = Recorder(start.folder if process.rank == 0 else None, steps_done, settings)
             text = " + ".join(f"{len(order.tokens):,}" for order in samples)
             text += " bytes of text for training and validation"
@@ -124,12 +124,21 @@ def train(argv: Sequence[str]) -> Trainer:
     return trainer
 
 
-def _keep_log(folder: Path) -> None:
-    """Write the engine's log to a file beside the metrics. It has the certificate of each plan that runs."""
+@contextmanager
+def _kept_log(folder: Path) -> Iterator[None]:
+    """A context in which the engine's log is written to a file beside the metrics. It has the certificate of each plan
+    that runs."""
     kept, engine = logging.FileHandler(folder / LOG), logging.getLogger("megatron_pp")
     kept.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    before = engine.level
     engine.addHandler(kept)
     engine.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        engine.setLevel(before)
+        engine.removeHandler(kept)
+        kept.close()
 
 
 def _read_samples(settings: Settings, config: TransformerConfig) -> tuple[SampleOrder, SampleOrder]:
