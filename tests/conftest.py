@@ -77,13 +77,16 @@ def fork_server() -> None:
 
 
 # Workers take files in this order, then all others: what runs long in one piece must not be left for the end. Files
-# that wait for most of their time, such as those of deadlines, stand beside files that compute.
+# that wait for most of their time, such as those of deadlines (unit tests of faults, for example), stand beside files
+# that compute: where all workers have such a file at the same time, the cores idle.
 LONG = (
     *("test_faults.py", "test_differential.py", "test_multinode.py", "test_device_lines.py"),
     *("test_megatron_failures.py", "test_train_script.py", "test_torch_agreement_failures.py", "test_printed.py"),
-    *("test_megatron_training.py", "test_gloo_numbers.py", "test_train_schedules.py", "test_parity_scripts.py"),
-    *("test_guard.py", "test_plan_search.py", "test_pipeline_search.py", "test_benchmark_all.py"),
-    *("test_schedules_split.py", "test_torch_pipelining.py", "test_torch_pipelining_sharded.py"),
+    *("test_threads_that_ask.py", "test_megatron_training.py", "test_gloo_numbers.py", "test_train_schedules.py"),
+    *("test_replicas_after_an_abort.py", "test_parity_scripts.py", "test_guard.py", "test_plan_search.py"),
+    *("test_mutual_waits.py", "test_pipeline_search.py", "test_benchmark_all.py", "test_between_steps.py"),
+    *("test_schedules_split.py", "test_torch_pipelining.py", "test_lost_store.py"),
+    *("test_torch_pipelining_sharded.py", "test_hosts_that_run_ahead.py"),
 )
 
 

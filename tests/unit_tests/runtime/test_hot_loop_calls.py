@@ -8,6 +8,7 @@ it costs in time.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -96,7 +97,6 @@ def make_step(
 
 def counted_calls(step: Callable[[], Any]) -> Counter[str]:
     """Calls of one step by "file:function": of this package's own functions, and of C functions out of them."""
-    step()  # plans are built, imports and caches are warm
     calls: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
@@ -106,11 +106,14 @@ def counted_calls(step: Callable[[], Any]) -> Counter[str]:
             calls[f"{Path(code.co_filename).name}:{what}"] += 1
 
     before = sys.getprofile()
-    sys.setprofile(count)
+    gc.disable()  # what dies in a collection is removed from tables of this package, in calls that would be counted
     try:
+        step()  # plans are built, imports and caches are warm
+        sys.setprofile(count)
         step()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return calls
 
 
