@@ -92,6 +92,34 @@ def test_without_a_hook_no_grad_is_left() -> None:
     assert all(p.main_grad.abs().sum() > 0 for p in model.parameters())
 
 
+def test_a_grad_that_a_parameter_has_beside_its_main_grad_is_left_as_it_is() -> None:
+    model = new_model()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    split_step(model, split_weight_grad(model))
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+
+
+def test_tensor_hooks_run_on_the_gradients_of_every_step() -> None:
+    expected, model = new_model(), new_model()
+    calls: list[Tensor] = []
+    for parameter in [*expected.parameters(), *model.parameters()]:
+        parameter.register_hook(lambda grad: calls.append(grad) or grad.clamp(-0.01, 0.01))
+    for parameter in expected.parameters():
+        parameter.register_post_accumulate_grad_hook(MegatronHook())
+    store = split_weight_grad(model)
+    for _ in range(2):
+        for mb in range(MICROBATCHES):
+            expected(batch(mb)).pow(2).mean().backward()
+        theirs = len(calls)
+        calls.clear()
+        split_step(model, store)
+        assert len(calls) == theirs
+        calls.clear()
+    for name, grad in main_grads(expected).items():
+        assert torch.equal(main_grads(model)[name], grad), name
+
+
 class FakeKernels:
     """Stands for apex's extension module: notes what it is called with, and does what its kernels do."""
 

@@ -16,6 +16,7 @@ from megatron_pp.errors import WeightGradError
 from megatron_pp.weight_grad import WeightGradStore, linear, split_weight_grad
 from megatron_pp.weight_grad.linear import DeferredLinear
 from megatron_pp.weight_grad.parameter_leaf import add_hooked
+from testkit.stand_ins.timers import Timers
 from tests.unit_tests.weight_grad.habits import MICROBATCHES, VOCAB, WIDTH, Everything, Habit
 from tests.unit_tests.weight_grad.steps import assert_same, count_hooks, gradients, new, run_split, step, step_on_ones
 
@@ -168,6 +169,16 @@ def test_b_leaves_weight_gradients_for_w_in_the_order_of_backward() -> None:
         first = {name: grad.clone() for name, grad in gradients(model).items()}
         store.run(0, 1)
     assert_same({name: 2 * grad for name, grad in first.items()}, gradients(model))
+
+
+def test_the_timer_runs_around_each_w() -> None:
+    model = nn.Linear(2, 2)
+    store = split_weight_grad(model)
+    store.timers = timers = Timers()
+    model.weight.register_hook(lambda grad: timers.lines.append("gradient"))
+    run_split(store, lambda mb: model(torch.ones(1, 2)).sum(), 2)
+    assert timers.lines == ["weight-compute start", "gradient", "weight-compute stop"] * 2
+    assert timers.levels == {"weight-compute": 2}
 
 
 def test_a_w_before_its_b_or_twice_is_an_error() -> None:
