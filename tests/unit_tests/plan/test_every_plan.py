@@ -12,7 +12,6 @@ from megatron_pp.plan.builder import build_plan, lowered_plan, verified_plan
 from megatron_pp.plan.costs.activations import activations_timeline, host_timeline, peak_activations
 from megatron_pp.plan.costs.stage_costs import StageCosts
 from megatron_pp.plan.io.serialize import format_plan, parse_plan
-from megatron_pp.plan.ir.dataflow import RESULT_OF
 from megatron_pp.plan.ir.instruction import COMPUTE_OPS, each, format_program
 from megatron_pp.plan.ir.instruction_text import parse_program
 from megatron_pp.plan.ir.repeated import Repeated
@@ -37,9 +36,9 @@ def check_orders(plan: Plan) -> None:
         assert SCHEDULES[plan.spec.schedule].splits_weight or not any(at.op in "IW" for at in order)
         computed = [at for at in each(program) if at.op in COMPUTE_OPS]
         assert computed == [at for at in each(order) if at.op in "FS" or not plan.spec.forward_only]
-        for chunk, op in product(range(plan.spec.num_chunks), "FB"):
-            cells = [(at.mb, max(at.part, 0)) for at in each(order) if RESULT_OF.get(at.op) == op and at.chunk == chunk]
-            parts = range(plan.spec.num_parts)[:: 1 if op == "F" else -1]
+        for chunk, ops in product(range(plan.spec.num_chunks), ("F", "BI", "BW")):
+            cells = [(at.mb, max(at.part, 0)) for at in each(order) if at.op in ops and at.chunk == chunk]
+            parts = range(plan.spec.num_parts)[:: 1 if ops == "F" else -1]
             assert cells == list(product(range(plan.spec.num_microbatches), parts))
 
 

@@ -61,9 +61,11 @@ def test_nothing_is_posted_between_a_forward_and_its_backward(shape: tuple, poli
     "shape",
     [
         ("1f1b", 4, 1, 8, 0),
+        ("interleaved_1f1b", 4, 1, 8, 0),  # one chunk a rank: the order of 1F1B
         ("interleaved_1f1b", 4, 2, 9, 0),  # a last group shorter than the pipeline
         ("interleaved_1f1b", 4, 2, 8, 2),
         ("interleaved_1f1b", 4, 2, 4, 0),  # few take turns
+        ("interleaved_1f1b", 2, 2, 2, 0),
         ("zb_v", 4, 2, 8, 0),
     ],
 )
