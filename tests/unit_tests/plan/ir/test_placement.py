@@ -69,6 +69,9 @@ def test_impossible_placements_are_refused() -> None:
         Placement(LOOP, 0, 1)
     with pytest.raises(ValueError, match="chunks 0"):
         Placement(V_SHAPE, 2, 0)
+    for chunks, barriers in ((1, -1), (1, 3), (2, 1), (2, 2)):
+        with pytest.raises(ValueError, match=f"^{barriers} barriers with {chunks} chunks a rank: a split output layer"):
+            Placement(LOOP, 2, chunks, barriers)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -260,10 +260,11 @@ def test_deallocation_changes_the_memory_and_not_the_verdict() -> None:
     assert verify(lowered_plan(evaluation), deallocate=False).ranks == verify(lowered_plan(evaluation)).ranks
 
 
+@pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("deallocate", [True, False])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_no_tensor_is_alive_at_the_end_of_a_plan(schedule: str, deallocate: bool) -> None:
-    plan = lowered_plan(PlanSpec(schedule, 4, 2 if schedule == "zb_v" else 1, 8))
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "vocab_1f1b", "vocab_1f1b_alg1"])
+def test_no_tensor_is_alive_at_the_end_of_a_plan(schedule: str, deallocate: bool, forward_only: bool) -> None:
+    plan = lowered_plan(PlanSpec(schedule, 4, 2 if schedule == "zb_v" else 1, 8, forward_only=forward_only))
     for rank in range(4):
         walk = LifetimeWalk(plan, rank, deallocate)
         *_, alive = walk.tensors()
