@@ -311,7 +311,7 @@ class FrozenNowAndThen(Habit):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.one.weight.requires_grad_(self.calls % 2 == 1)
-        self.norm.weight.requires_grad_(self.calls % 2 == 1)
+        self.norm.weight.requires_grad_(requires_grad=self.calls % 2 == 1)
         return super().forward(x)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -88,6 +90,18 @@ def test_a_parameter_that_is_replaced_is_found() -> None:
     model.register_parameter("bias", None)
     step_on_ones(model, store)
     assert torch.equal(model.weight.grad, torch.ones(2, 2))
+
+
+def test_the_weight_of_a_whole_layer_is_not_kept_when_another_replaces_it() -> None:
+    model = nn.Linear(2, 2)
+    store = split_weight_grad(model)
+    run_split(store, lambda mb: torch.vmap(model)(torch.ones(3, 1, 2)).sum())
+    assert torch.equal(model.weight.grad, torch.full((2, 2), 3.0))
+    before = weakref.ref(model.weight)
+    model.weight = nn.Parameter(torch.zeros(2, 2))
+    step_on_ones(model, store)
+    gc.collect()
+    assert before() is None
 
 
 # -- what is said of layers that stay whole: their names, reasons, and share of the compute ---------------------------

@@ -263,6 +263,18 @@ def test_fused_accumulation_gives_the_same_gradients(from_config: bool) -> None:
     assert len(hook.ready) == 1
 
 
+def test_a_fused_layer_that_is_used_twice_adds_both_gradients() -> None:
+    layer = with_main_grads(nn.Linear(3, 3))
+    hook = MegatronHook()
+    layer.weight.register_post_accumulate_grad_hook(hook)
+    layer.weight.grad_added_to_main_grad = False  # type: ignore[assignment]
+    x = torch.ones(2, 3)
+    store = split_weight_grad(layer, gradient_accumulation_fusion=True)
+    run_split(store, lambda mb: (layer(x) + layer(2 * x)).sum(), 2)
+    assert torch.equal(layer.weight.main_grad, torch.full((3, 3), 12.0))  # type: ignore[arg-type]
+    assert len(hook.ready) == 1
+
+
 @pytest.mark.parametrize(("apex", "is_there"), [(FakeKernels(), True), (FakeKernels(), False), (None, True)])
 def test_apex_is_used_only_where_it_is_and_there_is_a_device_for_it(
     apex: Any, is_there: bool, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,31 @@ def test_gradients_add_up_in_the_dtype_that_a_parameter_asks_for() -> None:
     assert torch.equal(ours, theirs)
 
 
+def test_the_first_gradient_has_the_strides_of_its_parameter_and_is_copied_only_for_them() -> None:
+    transposed, same = torch.ones(4, 3).t(), torch.ones(3, 4)
+    expected = nn.Parameter(torch.zeros(3, 4))
+    (expected * transposed).sum().backward()
+    parameters = [nn.Parameter(torch.zeros(3, 4)) for _ in range(3)]
+    sparse = torch.ones(3, 4).to_sparse()
+    for parameter, grad in zip(parameters, (transposed, same, sparse), strict=True):
+        add_hooked(parameter, grad)
+    assert parameters[0].grad.stride() == expected.grad.stride() == (4, 1)
+    assert parameters[1].grad.data_ptr() == same.data_ptr()
+    assert parameters[2].grad.is_sparse
+
+
+def test_a_parameter_that_is_frozen_between_b_and_w_gets_the_gradient_of_its_b() -> None:
+    model = nn.Linear(2, 2)
+    store = split_weight_grad(model)
+    with store.step({0: 0}):
+        loss = model(torch.ones(1, 2)).sum()
+        with store.backward(0, 0):
+            loss.backward()
+        model.weight.requires_grad_(False)
+        store.run(0, 0)
+    assert torch.equal(model.weight.grad, torch.ones(2, 2))
+
+
 def test_the_input_gradient_of_a_transposed_input_is_transposed_too() -> None:
     """Autograd does the same. With the other order of the product a GPU may round otherwise."""
     strides: list[tuple[int, ...]] = []
@@ -171,6 +196,41 @@ def test_b_leaves_weight_gradients_for_w_in_the_order_of_backward() -> None:
     assert_same({name: 2 * grad for name, grad in first.items()}, gradients(model))
 
 
+def test_the_gradient_of_an_embedding_waits_for_its_w() -> None:
+    model = nn.Embedding(4, 2)
+    store = split_weight_grad(model)
+    with store.step({0: 1}):
+        for mb in (0, 1):
+            loss = model(torch.tensor([[1, 1, 3]])).sum()
+            with store.backward(0, mb):
+                loss.backward()
+        assert model.weight.grad is None
+        store.run(0, 0)
+        assert model.weight.grad.sum(1).tolist() == [0.0, 4.0, 0.0, 2.0]
+        store.run(0, 1)
+    assert model.weight.grad.sum(1).tolist() == [0.0, 8.0, 0.0, 4.0]
+
+
+def test_layers_that_are_frozen_or_run_outside_of_a_step_are_not_called_whole(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    store = split_weight_grad(model)
+    indices = torch.tensor([[1, 3]])
+    model(indices).sum().backward()
+    for layer in (model[0], model[1]):
+        layer.requires_grad_(False)
+    run_split(store, lambda mb: model(indices).sum())
+    assert caplog.messages == []
+
+
+def test_an_accumulation_hook_finds_the_parameter_itself_in_its_layer() -> None:
+    model = nn.Linear(2, 2)
+    store = split_weight_grad(model)
+    found: list[bool] = []
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: found.append(model.weight is parameter))
+    step_on_ones(model, store)
+    assert found == [True]
+
+
 def test_the_timer_runs_around_each_w() -> None:
     model = nn.Linear(2, 2)
     store = split_weight_grad(model)
@@ -215,6 +275,10 @@ def test_backward_outside_of_the_store_is_an_error() -> None:
     model = nn.Linear(2, 2)
     store = split_weight_grad(model)
     with pytest.raises(WeightGradError, match=r"outside of the step's store\.backward"), store.step({0: 0}):
+        model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(WeightGradError, match=r"outside of the step's store\.backward"), store.step({0: 0}):  # noqa: PT012 (after another backward)
+        with store.backward(0, 0):
+            pass
         model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(WeightGradError, match="call begin_step first"), store.backward(0, 0):
         pass
