@@ -3,6 +3,10 @@ better."""
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+from itertools import permutations
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +15,10 @@ from megatron_pp.errors import PlanError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.builder import build_plan, lowered_plan
 from megatron_pp.plan.costs.measured import Measured
-from megatron_pp.plan.costs.stage_costs import MemoryModel, StageCosts
-from megatron_pp.plan.ir.placement import Placement
+from megatron_pp.plan.costs.stage_costs import Link, MemoryModel, Network, StageCosts
+from megatron_pp.plan.ir.placement import V_SHAPE, Placement
 from megatron_pp.plan.ir.spec import BATCHED, PlanSpec
+from megatron_pp.plan.lower.lowering import lowered
 from megatron_pp.plan.orders import SCHEDULES
 from megatron_pp.plan.orders.family import Shape
 from megatron_pp.plan.orders.list_scheduler import Problem, Rules, schedule
@@ -189,6 +194,37 @@ def test_patience_keeps_a_weight_gradient_from_holding_up_what_others_wait_for()
     assert results[0] is not None
     assert results[1] is not None
     assert results[1].makespan <= results[0].makespan
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_scheduled_order_runs_in_its_stated_time_within_the_memory_limit(seed: int) -> None:
+    rng = random.Random(seed)
+    size, count, unit = rng.randint(2, 4), rng.randint(1, 7), rng.choice([0.01, 1.0, 100.0])
+    placement = Placement(V_SHAPE, size, 2)
+    times = ([unit * rng.choice([1.0, rng.uniform(0.1, 2.0)]) for _ in range(2 * size)] for _ in range(3))
+    costs = replace(StageCosts.per_stage(*times), microbatches=tuple(rng.choice([0.5, 1.0, 2.0]) for _ in range(count)))
+    kept = tuple(rng.choice([1.0, rng.random()]) for _ in range(2 * size))
+    memory = MemoryModel(
+        limits=tuple(rng.uniform(1.5, 3.0) * (kept[rank] + kept[2 * size - 1 - rank]) for rank in range(size)),
+        forward=kept,
+        weight=tuple(rng.choice([0.0, 0.5, 1.0]) * one for one in kept),
+    )
+    latency = unit * rng.choice([0.0, 0.3])
+    problem = Problem(placement, count, memory, costs, 9 * unit, dict.fromkeys(permutations(range(size), 2), latency))
+    slots = [pattern_slots(v_half_offsets(size, rank), count) for rank in range(size)]
+    rules = Rules(rng.choice([0.0, 2.0, 5.0]), rng.choice([0.0, 1.0]), rng.random() < 0.7, rng.choice([0.0, 1.0]))
+    found = schedule(problem, slots, rules)
+    if found is None:  # these rules do not suffice for the limit
+        return
+    spec = PlanSpec("zb_v", size, 2, count, lookahead=50, release_after=50)  # no rank waits for the release of a send
+    plan = lowered(spec, placement, found.orders)
+    verify(plan)
+    taken = simulate(plan, costs, Network(link=Link(latency))).makespan
+    assert taken == pytest.approx(found.makespan) or (rules.patience and taken < found.makespan)
+    for rank, order in enumerate(found.orders):
+        assert peak_memory(order, placement.stages[rank], memory) <= memory.limits[rank] * (1 + 1e-9)
+    assert schedule(problem, slots, rules, found.makespan) == found
+    assert schedule(problem, slots, rules, found.makespan * 0.999) is None
 
 
 # -- announcements and errors ---
