@@ -53,6 +53,13 @@ def test_the_first_gradient_has_the_strides_of_its_parameter_and_is_copied_only_
     assert parameters[2].grad.is_sparse
 
 
+def test_an_input_of_one_dimension() -> None:
+    model = nn.Linear(3, 2)
+    run_split(split_weight_grad(model), lambda mb: model(torch.ones(3)).sum(), 2)
+    assert torch.equal(model.weight.grad, torch.full((2, 3), 2.0))
+    assert torch.equal(model.bias.grad, torch.full((2,), 2.0))
+
+
 def test_a_parameter_that_is_frozen_between_b_and_w_gets_the_gradient_of_its_b() -> None:
     model = nn.Linear(2, 2)
     store = split_weight_grad(model)
@@ -216,8 +223,8 @@ def test_layers_that_are_frozen_or_run_outside_of_a_step_are_not_called_whole(ca
     store = split_weight_grad(model)
     indices = torch.tensor([[1, 3]])
     model(indices).sum().backward()
-    for layer in (model[0], model[1]):
-        layer.requires_grad_(False)
+    for frozen in (model[0], model[1], model[2].bias):
+        frozen.requires_grad_(False)
     run_split(store, lambda mb: model(indices).sum())
     assert caplog.messages == []
 
