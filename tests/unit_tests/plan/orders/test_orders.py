@@ -79,6 +79,13 @@ def test_peaks_of_memory_are_those_of_the_papers(size: int, microbatches: int) -
             assert found == formula, name
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+def test_zb_v_leaves_few_gaps_in_short_steps(size: int) -> None:
+    """A single microbatch takes 4 P + 1, and P microbatches, which take 6 P of each rank, P - 1 more."""
+    assert unit_simulation("zb_v", size, 1).makespan == 4 * size + 1
+    assert unit_simulation("zb_v", size, size).makespan == 7 * size - 1
+
+
 def test_interleaved_zero_bubble_needs_no_more_memory_than_interleaved() -> None:
     for size, m in ((2, 8), (4, 8), (4, 13), (8, 16)):
         assert peak("interleaved_zb", size, m) == peak("interleaved_1f1b", size, m)
