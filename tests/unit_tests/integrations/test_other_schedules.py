@@ -371,6 +371,28 @@ def test_shapes_of_messages_are_changed_once(monkeypatch: pytest.MonkeyPatch) ->
         assert call.tensor_shapes(None, 1, 1) == ([expected], [expected])
 
 
+def test_megatrons_function_for_shapes_gets_what_its_own_schedules_give_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its interleaved schedule has no sequence length of decoders."""
+    asked: list[dict[str, Any]] = []
+
+    def get_tensor_shapes(**arguments: Any) -> Any:
+        asked.append(arguments)
+        return [()]
+
+    monkeypatch.setattr(Host, "tensor_shapes", lambda self, *sizes: [])
+    sizes = {"seq_length": 2, "micro_batch_size": 3}
+    for chunked in (False, True):
+        call: Any = object.__new__(MegatronHost)
+        groups = types.SimpleNamespace(tp="tensor", cp="context")
+        call.inputs = types.SimpleNamespace(chunked=chunked, **sizes, decoder_seq_length=5, pg_collection=groups)
+        call.megatron = types.SimpleNamespace(schedules=types.SimpleNamespace(get_tensor_shapes=get_tensor_shapes))
+        call.__dict__["overridden_config"] = "config"
+        received, sent = call.tensor_shapes(None, 1, 1)
+        assert received is not sent  # adjust_tensor_shapes_fn may change one of them in place
+    given = {**sizes, "config": "config", "tp_group": "tensor", "cp_group": "context"}
+    assert asked == [{**given, "decoder_seq_length": 5}, {**given, "decoder_seq_length": None}]
+
+
 def test_functions_called_through_a_few_objects_are_found() -> None:
     def end() -> None: ...
 

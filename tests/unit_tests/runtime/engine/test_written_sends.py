@@ -12,12 +12,12 @@ import torch
 
 from megatron_pp.comm import failed_transfers
 from megatron_pp.comm.communicator import Receive, Send
-from megatron_pp.comm.transport import ACT, GRAD
+from megatron_pp.comm.transport import ACT, GRAD, Transport
 from megatron_pp.errors import SendBufferError
 from megatron_pp.p2p_communication import P2PCommunicator
 from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.testing.adversarial_transports import LastMomentNetwork
-from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryWork
+from megatron_pp.testing.memory_transport import MemoryNetwork, MemoryTransport, MemoryWork
 from megatron_pp.testing.pipeline import run_in_threads
 from megatron_pp.testing.threads import ThreadGroup
 from megatron_pp.testing.toy import HIDDEN, ToyBlock, ToyData, ToyResult, reference_run, toy_config
@@ -216,6 +216,8 @@ def test_a_grouped_call_is_over_when_one_of_its_handles_was_waited_for() -> None
     for is_late in (False, True):
         x = torch.ones(SHAPE)
         sent, received = one.post_batch([Send(x, 1, ACT), Receive(SHAPE, 1, GRAD, False)])
+        assert not sent.is_completed()
+        assert not received.is_completed()
         other.post_batch([Send(torch.ones(SHAPE), 0, GRAD), Receive(SHAPE, 0, ACT, False)])
         if is_late:
             received.wait()
@@ -226,6 +228,21 @@ def test_a_grouped_call_is_over_when_one_of_its_handles_was_waited_for() -> None
             received.wait()
             with pytest.raises(SendBufferError, match="was written to"):
                 sent.wait()
+
+
+def test_requests_that_a_transport_posts_singly_are_over_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryTransport, "batch", Transport.batch)
+    one, other = two_communicators()
+    x = torch.ones(SHAPE)
+    sent, received = one.post_batch([Send(x, 1, ACT), Receive(SHAPE, 1, GRAD, False)])
+    other.post_batch([Receive(SHAPE, 0, ACT, False)])
+    assert sent.is_completed()
+    assert not received.is_completed()
+    other.post_batch([Send(torch.ones(SHAPE), 0, GRAD)])
+    received.wait()
+    x.add_(1.0)
+    with pytest.raises(SendBufferError, match="was written to"):
+        sent.wait()
 
 
 def test_the_handles_of_a_grouped_call_do_not_outlive_an_aborted_step() -> None:
