@@ -28,7 +28,7 @@ from megatron_pp.plan.ir import instruction as ins
 from megatron_pp.plan.ir.instruction import Instruction, each
 from megatron_pp.plan.ir.instruction_text import parse_instruction
 from megatron_pp.plan.ir.placement import LOOP, V_SHAPE, Placement
-from megatron_pp.plan.ir.spec import POLICIES, Plan, PlanSpec
+from megatron_pp.plan.ir.spec import ONE_QUEUE, POLICIES, Plan, PlanSpec
 from megatron_pp.plan.simulate.simulator import simulate
 from megatron_pp.plan.verify.verifier import verify
 from testkit.inputs.plan_text import edited, refusal, rows
@@ -189,6 +189,16 @@ def test_two_activations_with_names_may_come_at_one_boundary(size, policy, shape
     the second activation is behind the named tensors of the first, as its send is on rank 0."""
     fields = {"policy": policy, "variable_shapes": shapes_vary, "skip_tensors": "blocks"}
     build_plan(PlanSpec("interleaved_1f1b", size, 2, 2 * size, **fields))
+
+
+@pytest.mark.parametrize("shapes_vary", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2)])
+def test_on_one_hardware_queue_first_receives_are_posted_before_sends(schedule, chunks, policy, shapes_vary):
+    """Otherwise the sends of two neighbours stand before the receives for which they wait."""
+    fields = {"policy": policy, "variable_shapes": shapes_vary, "skip_tensors": "blocks", "device": (ONE_QUEUE,)}
+    plan = build_plan(PlanSpec(schedule, 2, chunks, 4, **fields))
+    assert ONE_QUEUE in plan.certificate.rules
 
 
 # -- memory and time ---
