@@ -50,6 +50,14 @@ def test_tasks_are_those_of_the_program_and_shared_between_numbers_of_microbatch
     assert len(shared) > len(plans[0].tasks(0)) / 2
 
 
+def test_repeated_programs_equal_the_same_lines_and_no_others() -> None:
+    some, more = (build_plan(PlanSpec("1f1b", 2, 1, count)).programs for count in (30, 31))
+    assert isinstance(some, Repeated)
+    assert some == tuple(some)
+    for other in (more, tuple(more), some[:1], (), None):
+        assert some != other
+
+
 def test_a_new_number_of_microbatches_lowers_and_verifies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     verified_plan(PlanSpec("1f1b", 4, 1, 40))
 
