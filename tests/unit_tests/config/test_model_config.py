@@ -188,8 +188,9 @@ def test_layers_go_where_the_config_says():
 
 def test_microbatch_counts_follow_the_schedule():
     config = ModelParallelConfig(**PIPELINE, virtual_pipeline_model_parallel_size=2)
-    for name, full_speed in ((None, False), ("interleaved_zb", False), ("breadth_first", True)):
-        assert config.replace(pipeline_schedule=name).explain_microbatch_count(10).full_speed == full_speed
+    full_speed = {None: False, "interleaved_zb": False, "breadth_first": True, "gis": True, "auto": True}
+    for name, expected in full_speed.items():
+        assert config.replace(pipeline_schedule=name).explain_microbatch_count(10).full_speed == expected
 
 
 def test_environment_sets_defaults_which_arguments_override(monkeypatch):
