@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, MICROBATCHES = 6, 3
@@ -230,6 +231,13 @@ class Vmap(Habit):
 class FuncGrad(Habit):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + torch.func.grad(lambda y: self.two(self.norm(y)).pow(2).sum())(x)
+
+
+class ForwardMode(Habit):
+    def forward(self, x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            y, tangent = forward_ad.unpack_dual(super().forward(forward_ad.make_dual(x, torch.ones_like(x))))
+            return y + tangent
 
 
 class Jvp(Habit):

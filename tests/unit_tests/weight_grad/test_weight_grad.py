@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_pp.errors import WeightGradError
 from megatron_pp.weight_grad import WeightGradStore, linear, split_weight_grad
@@ -302,6 +303,22 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
     assert not store.armed
     step_on_ones(model, store)
     assert torch.equal(model.weight.grad, torch.ones(2, 2))
+
+
+def test_a_forward_finds_the_attributes_of_a_parameter_of_a_class_of_its_own() -> None:
+    model = nn.LayerNorm(2)
+    weight: Any = TwoTensor(torch.ones(2), torch.ones(2))
+    model.weight = nn.Parameter(weight)
+    model.weight.sequence_parallel = True  # type: ignore[assignment]
+    store = split_weight_grad(model)
+    found: list[bool] = []
+
+    def loss_of(mb: int) -> Tensor:
+        found.append(model.weight.sequence_parallel)  # type: ignore[arg-type]
+        return model.weight.sum()
+
+    run_split(store, loss_of)
+    assert found == [True]
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
