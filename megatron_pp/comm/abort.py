@@ -33,6 +33,10 @@ logger = logging.getLogger("megatron_pp")
 _ABORT_TAG = 0x4D0000  # nothing is sent on it
 _AT_ONCE = timedelta(milliseconds=1)
 _NCCL_PATIENCE = 5.0  # seconds
+_GLOO = ("gloo",)
+_NCCL = ("nccl", "nccl2", "nccl-lazy")
+"""Names that torch's backends on NCCL have themselves. A group of ``init_process_group("nccl")`` has an nccl2 in torch
+2.15, unless TORCH_DIST_USE_NCCL2=0."""
 
 
 def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -40,9 +44,9 @@ def abort_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     fail. Never raises."""
     nccl: list[dist.ProcessGroup] = []
     for group in groups:
-        if _has_backend(group, "cuda", "nccl"):
+        if _has_backend(group, "cuda", _NCCL):
             nccl.append(group)
-        if _has_backend(group, "cpu", "gloo"):
+        if _has_backend(group, "cpu", _GLOO):
             _abort_gloo(group)
     _abort_nccl(nccl)
 
@@ -53,9 +57,9 @@ def abort_all_groups() -> None:
     abort_groups(sorted(world.pg_names, key=lambda group: group is world.default_pg))
 
 
-def _has_backend(group: dist.ProcessGroup, device: str, name: str) -> bool:
+def _has_backend(group: dist.ProcessGroup, device: str, names: tuple[str, ...]) -> bool:
     try:
-        return group._get_backend(torch.device(device)).name() == name
+        return group._get_backend(torch.device(device)).name() in names
     except RuntimeError:
         return False
 

@@ -4,10 +4,12 @@ fail, and decides which error the rank raises. Loaded when a rank fails, or has 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.comm import abort, failed_transfers  # noqa: F401 (loaded now: later there may be no file to open)
@@ -54,6 +56,7 @@ class Failing:
             return  # an inner call has handled it
         if guard.over is not None and guard.failure is None:  # closed within the step, which is not watched since
             if diagnosis.is_consequence(error):
+                _forget_contexts(error)
                 raise CommunicatorClosedError(
                     f"pipeline rank {guard.rank}: this communicator was closed within its step, as by "
                     "close_communicators(); close it between steps"
@@ -63,6 +66,7 @@ class Failing:
         of_torch = type(error) is RuntimeError and not diagnosis.is_raised_by_python(error)
         if diagnosis.is_consequence(error) or (guard.failure is not None and of_torch):
             found = self._cause_of(error)
+            _forget_contexts(error)
             # The failure here follows from one on another rank. Its own traceback would be printed first, so drop it.
             try:
                 raise found from (None if isinstance(found, PipelinePeerError) else error)
@@ -290,6 +294,18 @@ def _left_within(watchdog: Watchdog, seconds: float) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def _forget_contexts(error: BaseException) -> None:
+    """Take the frames of the guard's contexts, which are generators, off the traceback of ``error``.
+
+    Called where another error replaces it; contextlib does so only for an error that is raised again. Since Python 3.12
+    such a frame leads to contextlib's, which holds the error: the tensors of its step would stay until a garbage
+    collection."""
+    left: TracebackType | None = vars(BaseException)["__traceback__"].__get__(error)
+    while left is not None and left.tb_frame.f_code.co_flags & inspect.CO_GENERATOR:
+        left = left.tb_next
+    BaseException.with_traceback(error, left)
 
 
 def _by_text(by_rank: Mapping[int, str]) -> dict[str, str]:

@@ -8,13 +8,16 @@ import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pp.config.settings import StepSettings
 from megatron_pp.errors import (
     CommunicatorClosedError,
     P2PTransferError,
@@ -23,7 +26,8 @@ from megatron_pp.errors import (
     PipelineStallError,
 )
 from megatron_pp.faults import failing
-from megatron_pp.faults.attach import watched
+from megatron_pp.faults.attach import close_guard, guard_of, guarded, watched
+from megatron_pp.faults.position.tracker import Outside
 from megatron_pp.faults.store.failures import EXCEPTION, MISMATCH, STALL, Failure
 from megatron_pp.faults.store.fault_store import FaultStore
 from megatron_pp.faults.store.records import IN_STEP, Process, Progress
@@ -88,6 +92,43 @@ def test_all_others_learn_of_an_exception(schedule: str, chunks: int, kind: str)
         assert "in _trigger" in error.traceback_tail or "fire" in error.traceback_tail
         assert f"pipeline rank 1 (global rank 1) raised {error.exception_type}" in str(error)
         assert f"chunk {fault.chunk}, microbatch 3" in str(error)
+
+
+class Held:
+    """What a step holds, such as a tensor."""
+
+
+def test_nothing_of_a_step_is_kept_where_another_error_replaces_its_own() -> None:
+    """No garbage is collected. Since Python 3.12 the frames of contexts that are generators lead to contextlib's."""
+    network, kept = MemoryNetwork(2, store=dist.HashStore()), []
+
+    def fail(rank: int, kind: type[Exception]) -> str:
+        config = toy_config(p2p_timeout=20.0)
+        communicator = P2PCommunicator(ThreadGroup(rank, 2), config, network.transport(rank))
+
+        def step() -> None:
+            held = Held()
+            kept.append(weakref.ref(held))
+            with guarded(communicator, guard_of(communicator, StepSettings.from_config(config)), Outside(), None, dict):
+                raise kind("of this rank")
+
+        try:
+            step()
+        except (PipelinePeerError, ValueError) as raised:
+            return type(raised).__name__
+        finally:
+            close_guard(communicator)
+        return "no error"
+
+    gc.collect()
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(fail, range(2), [P2PTransferError, ValueError]))
+        assert found == ["PipelinePeerError", "ValueError"]
+        assert [one() for one in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_rank_that_is_done_learns_in_its_next_step() -> None:

@@ -24,8 +24,9 @@ from testkit.virtual_groups import process_group, virtual_distributed
 class Communicator:
     """Stands for an NCCL process group whose abort returns when all others are being aborted too."""
 
-    def __init__(self, together: threading.Barrier) -> None:
+    def __init__(self, together: threading.Barrier, kind: str = "nccl") -> None:
         self.together = together
+        self.kind = kind
         self.aborted = False
 
     def _get_backend(self, device: Any) -> Any:
@@ -34,7 +35,7 @@ class Communicator:
         return self
 
     def name(self) -> str:
-        return "nccl"
+        return self.kind
 
     def abort(self) -> None:
         self.together.wait(30.0)
@@ -42,10 +43,16 @@ class Communicator:
 
 
 def test_communicators_whose_aborts_wait_for_each_other() -> None:
+    """Of any backend that torch has on NCCL."""
     together = threading.Barrier(3)
-    groups: Any = [Communicator(together) for _ in range(3)]
+    groups: Any = [Communicator(together, kind) for kind in ("nccl", "nccl2", "nccl-lazy")]
     abort.abort_groups(groups)
     assert [group.aborted for group in groups] == [True, True, True]
+
+
+@pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="this torch has one backend on NCCL")
+def test_backends_of_torch_on_nccl_can_be_aborted() -> None:
+    assert all(hasattr(one, "abort") for one in (dist.ProcessGroupNCCL2, dist.ProcessGroupNCCLLazy))
 
 
 def test_an_abort_that_does_not_return_is_not_waited_for(
