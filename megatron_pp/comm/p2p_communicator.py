@@ -67,6 +67,26 @@ class P2PCommunicator(P2PCore):
         placement = Placement(kind, self.size, self.virtual_pipeline_model_parallel_size or 1)
         self.prepare(placement.rank_edges, batched=self.settings.policy == BATCHED)
 
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this is the first rank of the pipeline. Megatron-core has this and the next three since 0.17."""
+        return self.rank == 0
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this is the last rank of the pipeline."""
+        return self.rank == self.size - 1
+
+    @property
+    def total_stages(self) -> int:
+        """The number of ranks of the pipeline."""
+        return int(self.size)
+
+    @property
+    def current_stage(self) -> int:
+        """The number of this rank in the pipeline, from 0."""
+        return int(self.rank)
+
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Tensors | list[None] | None:
         """Receive activations from the previous rank: one tensor for one shape, a list for a list of shapes; None(s)
         on the first stage."""

@@ -7,7 +7,6 @@ hooks fire.
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,6 +40,10 @@ class ZerosCommunicator:
         self.pp_group = ThreadGroup(rank, size)
         self.config = config
         self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
+        self.is_pp_first_stage = rank == 0
+        self.is_pp_last_stage = rank == size - 1
+        self.total_stages = size
+        self.current_stage = rank
 
     def recv_forward(self, shapes: Any, is_first_stage: bool) -> Any:
         return _like(shapes, not is_first_stage)
@@ -80,6 +83,8 @@ def _like(shapes: Any, wanted: bool) -> Any:
 
 def run_megatron(schedules: Any, case: dict[str, Any], rank: int) -> list[str]:
     """Run one step of one rank under Megatron's schedule for ``case``, and return the recorded lines."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     log = HookLog()
     config = logged_config(
         log,
@@ -90,7 +95,8 @@ def run_megatron(schedules: Any, case: dict[str, Any], rank: int) -> list[str]:
     )
     one = ThreadGroup(0, 1)
     communicator = ZerosCommunicator(rank, case["size"], config)
-    groups = SimpleNamespace(tp=one, cp=one, embd=None, pos_embd=None, pp=communicator.pp_group, dp_cp=one)
+    groups = ProcessGroupCollection()
+    vars(groups).update(tp=one, cp=one, embd=None, pos_embd=None, pp=communicator.pp_group, dp_cp=one)
     step = schedules.get_forward_backward_func(case["size"], config.virtual_pipeline_model_parallel_size)
     step(
         **step_arguments(log.make_stages(config, case["chunks"]), case["count"]),
