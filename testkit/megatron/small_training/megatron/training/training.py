@@ -30,7 +30,7 @@ FAULT = os.environ.get("PLANTED_FAULT", "")
 clip_by_total_norm = optimizers.clip_grad_by_total_norm_fp32
 
 
-def bias_of_replica(tokens: torch.Tensor, bias: torch.Tensor, rate: float) -> torch.Tensor:
+def bias_of_replica(tokens: torch.Tensor, bias: torch.Tensor, rate: float, **groups: Any) -> torch.Tensor:
     return bias + torch.sign(tokens.mean(dim=-1, keepdim=True) - tokens) * rate
 
 
