@@ -59,6 +59,7 @@ def leave_folder() -> Callable[[], Any]:
     return lambda: os.chdir(before)
 
 
+pytestmark = pytest.mark.callers_thread  # a test starts an interpreter that imports torch late
 LEFT = {
     "level of logger megatron_pp": leave_level,
     "handlers of logger root": leave_handler,
