@@ -98,8 +98,8 @@ def test_a_cable_that_stays_out_is_an_error_on_both_hosts(tmp_path: Path) -> Non
             here = node.said.partition(f"\n  rank {rank}: step ")[2].partition("\n")[0]
             places = ("instruction ", "the work after the plan", "the norm of", "agreeing on")
             assert any(words in here for words in places), node.said
-        # Both hosts are this machine, so that rank 0 may see first that the process of rank 1 has ended. If the cable is
-        # cut between two steps of rank 1, rank 0 waits for it in the next one.
+        # Both hosts are this machine, so that rank 0 may see first that the process of rank 1 has ended. If the cable
+        # is cut between two steps of rank 1, rank 0 waits for it in the next one.
         found = ("no heartbeat from rank 1", "the process of rank 1 ", "rank 1 has not entered step")
         assert any(words in left.said for words in found), left.said
         assert "the store has not answered" in right.said, right.said
