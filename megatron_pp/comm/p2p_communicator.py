@@ -80,12 +80,12 @@ class P2PCommunicator(P2PCore):
     @property
     def total_stages(self) -> int:
         """The number of ranks of the pipeline."""
-        return int(self.size)
+        return self.size
 
     @property
     def current_stage(self) -> int:
         """The number of this rank in the pipeline, from 0."""
-        return int(self.rank)
+        return self.rank
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Tensors | list[None] | None:
         """Receive activations from the previous rank: one tensor for one shape, a list for a list of shapes; None(s)

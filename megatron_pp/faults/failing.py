@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp.comm import abort, failed_transfers  # noqa: F401 (loaded now: later there may be no file to open)
@@ -302,7 +301,7 @@ def _forget_contexts(error: BaseException) -> None:
     Called where another error replaces it; contextlib does so only for an error that is raised again. Since Python 3.12
     such a frame leads to contextlib's, which holds the error: the tensors of its step would stay until a garbage
     collection."""
-    left: TracebackType | None = vars(BaseException)["__traceback__"].__get__(error)
+    left = diagnosis.traceback_of(error)
     while left is not None and left.tb_frame.f_code.co_flags & inspect.CO_GENERATOR:
         left = left.tb_next
     BaseException.with_traceback(error, left)

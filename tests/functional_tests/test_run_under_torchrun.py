@@ -59,7 +59,7 @@ def test_a_script_that_asks_for_gpus_runs_on_the_cpu(tmp_path: Path) -> None:
     assert ran.stdout.count("summed cpu 8.0") == 2
     alone = run(tmp_path, [sys.executable], RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     assert alone.returncode != 0, "the test needs no --cpu"
-    assert "nccl" in alone.stderr.lower()
+    assert "NCCL" in alone.stderr or "nccl2 requires at least one CUDA device" in alone.stderr
 
 
 @pytest.mark.parametrize("flags", drawn([[], ["--cpu"]], 1))

@@ -40,7 +40,7 @@ def is_consequence(error: BaseException) -> bool:
 
 def is_raised_by_python(error: BaseException) -> bool:
     """Whether a ``raise`` statement raised ``error``, rather than a function written in C or C++."""
-    last: TracebackType | None = vars(BaseException)["__traceback__"].__get__(error)
+    last = traceback_of(error)
     if last is None:
         return True
     while last.tb_next is not None:
@@ -48,6 +48,12 @@ def is_raised_by_python(error: BaseException) -> bool:
     code = last.tb_frame.f_code.co_code
     at = last.tb_lasti
     return 0 <= at < len(code) and dis.opname[code[at]] in ("RAISE_VARARGS", "RERAISE")
+
+
+def traceback_of(error: BaseException) -> TracebackType | None:
+    """The traceback of ``error``, whatever its class makes of that attribute."""
+    found: TracebackType | None = vars(BaseException)["__traceback__"].__get__(error)
+    return found
 
 
 def type_name(error: BaseException) -> str:

@@ -18,6 +18,8 @@ import torch
 from testkit import process_state
 from testkit.pages import ROOT
 
+pytestmark = pytest.mark.callers_thread  # a test starts an interpreter that imports torch late
+
 
 def leave_level() -> Callable[[], Any]:
     logger = logging.getLogger("megatron_pp")
@@ -59,7 +61,6 @@ def leave_folder() -> Callable[[], Any]:
     return lambda: os.chdir(before)
 
 
-pytestmark = pytest.mark.callers_thread  # a test starts an interpreter that imports torch late
 LEFT = {
     "level of logger megatron_pp": leave_level,
     "handlers of logger root": leave_handler,
